@@ -1,0 +1,59 @@
+"""Stage 1: ask the drafter for the next positions, in one pass.
+
+Also says what a drafter is. Marginals may come from anything that predicts L positions at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ddtree.types import Marginals
+
+
+class DraftSession(Protocol):
+    """A drafter's state for one request: it has seen the committed context and nothing else."""
+
+    def extend(self, features: Float[Tensor, "M F"]) -> None:
+        """Take in the target's features of the next M committed positions."""
+        ...
+
+    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
+        """Distributions for the `num_depths` positions behind the root; leaves no trace."""
+        ...
+
+
+class Drafter(Protocol):
+    """Anything that predicts L positions in one pass.
+
+    Attributes:
+        layer_ids: 0-based target layers whose outputs it wants as features, in this order.
+        num_depths: L, the most positions of one pass.
+    """
+
+    @property
+    def layer_ids(self) -> Sequence[int]: ...
+
+    @property
+    def num_depths(self) -> int: ...
+
+    def start(self, capacity: int) -> DraftSession:
+        """A fresh session for one request, with room for `capacity` positions."""
+        ...
+
+
+@torch.inference_mode()
+def draft(session: DraftSession, root_id: int, num_depths: int, num_ranks: int) -> Marginals:
+    """One drafter pass.
+
+    Args:
+        session: the request's drafter state; not changed.
+        root_id: the last decided token.
+        num_depths: positions wanted, at most L.
+        num_ranks: K = min(B, V) is enough for the best tree of B nodes (Lemma 1).
+    """
+    return session.propose(root_id, num_depths=num_depths, num_ranks=num_ranks)

@@ -1,0 +1,185 @@
+"""Draft trees inside transformers' own `model.generate`, for people who stay there.
+
+    model.generate(**inputs, custom_generate=ddtree.custom_generate, drafter=drafter, budget=16)
+
+The library prepares logits processors, stopping criteria and limits as always; they are applied at
+every token, each with exactly the tokens before it. Greedy output equals the library's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+
+from ddtree.config import DecodeConfig
+from ddtree.decode import decode
+from ddtree.draft import Drafter
+from ddtree.errors import OptionError
+from ddtree.models.loading import load_drafter
+from ddtree.models.target import Target
+from ddtree.pair import stages_for
+from ddtree.sampling.noise import gumbel_noise
+from ddtree.sampling.rule import Chooser
+from ddtree.types import FinishReason, Method
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Int64[Tensor, "R T"],
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    drafter: str | Path | Drafter | None = None,
+    method: Method = "ddtree",
+    budget: int = 16,
+    seed: int | None = None,
+    **model_kwargs: Any,
+) -> Int64[Tensor, "R S"] | GenerateDecoderOnlyOutput:
+    """A decoding method for `model.generate(..., custom_generate=ddtree.custom_generate)`.
+
+    The library calls it with its own arguments; these are added to `generate`:
+
+    Args:
+        drafter: a DFlash checkpoint, or better a loaded one (`ddtree.load_drafter`), which is not
+            read again by every call. Not needed for method "ar".
+        method: "ar", "dflash" or "ddtree".
+        budget: B, nodes per round besides the root.
+        seed: for do_sample; None draws one from torch's generator, so `torch.manual_seed` holds.
+
+    Returns:
+        As `generate`: [1, S] token ids, or an output object if return_dict_in_generate is set.
+
+    Raises:
+        OptionError: more than one sequence, beams, padding, or scores asked for.
+    """
+    _check_supported(input_ids, generation_config, model_kwargs)
+    target = Target(model, None, name=model.config.name_or_path or "the model")
+    options = DecodeConfig(method=method, budget=budget, seed=0 if seed is None else seed)
+    if method == "ar":
+        drafter = None
+    elif isinstance(drafter, str | Path):
+        drafter = load_drafter(drafter, target)
+    elif drafter is None:
+        raise OptionError(
+            "drafter",
+            expected=f"a drafter for method {method}",
+            got="none",
+            remedy="Pass drafter=ddtree.load_drafter(...) to generate.",
+        )
+    if seed is None and generation_config.do_sample:
+        seed = int(torch.randint(2**62, ()))
+    streamer = streamer or _streamer_of_generate()
+    prompt_ids = input_ids[0].tolist()
+    stopping = _LibraryStopping(
+        stopping_criteria, input_ids[0], generation_config.max_length, streamer
+    )
+    for _ in decode(
+        target,
+        drafter,
+        prompt_ids,
+        stages=stages_for(options.method),
+        rule=_LibraryRule(logits_processor, seed if generation_config.do_sample else None),
+        stopping=stopping,
+        budget=options.budget,
+    ):
+        pass
+    if streamer is not None:
+        streamer.end()
+    sequences = stopping.token_ids[None].to(input_ids.device)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences
+
+
+@dataclass(frozen=True)
+class _LibraryRule:
+    """The decoding rule made of the library's processors, with our noise if it samples."""
+
+    processors: LogitsProcessorList
+    seed: int | None
+
+    def chooser(self, logits_NV: Float[Tensor, "N V"]) -> Chooser:
+        def choose(row: int, token_ids: Sequence[int]) -> int:
+            ids = torch.tensor([token_ids], dtype=torch.int64, device=logits_NV.device)
+            # A copy: processors may write in place, and rows are read once each.
+            scores = self.processors(ids, logits_NV[row : row + 1].to(torch.float32, copy=True))[0]
+            if self.seed is not None:
+                scores = scores + gumbel_noise(
+                    self.seed, len(token_ids), scores.shape[0], scores.device
+                )
+            return int(scores.argmax())
+
+        return choose
+
+
+@dataclass
+class _LibraryStopping:
+    """The library's stopping criteria and streamer, told of every token."""
+
+    criteria: StoppingCriteriaList
+    token_ids: Int64[Tensor, " T"]
+    max_length: int
+    streamer: BaseStreamer | None
+
+    @property
+    def room(self) -> int:
+        return self.max_length - self.token_ids.shape[0]
+
+    def push(self, token: int) -> FinishReason | None:
+        new = self.token_ids.new_tensor([token])
+        self.token_ids = torch.cat([self.token_ids, new])
+        if self.streamer is not None:
+            self.streamer.put(new.cpu())
+        if self.room <= 0:
+            return "length"
+        return "stop" if bool(self.criteria(self.token_ids[None], None)[0]) else None
+
+
+def _check_supported(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    mask = model_kwargs.get("attention_mask")
+    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+    checks: tuple[tuple[bool, str, str, object], ...] = (
+        (input_ids.shape[0] == 1, "input_ids", "one sequence", f"{input_ids.shape[0]} sequences"),
+        (input_ids.shape[1] > 0, "input_ids", "at least one token", "an empty prompt"),
+        (config.num_beams in (None, 1), "num_beams", "1", config.num_beams),
+        (
+            not any((config.output_scores, config.output_logits, config.output_attentions)),
+            "output_scores, output_logits, output_attentions",
+            "False",
+            "True",
+        ),
+        (not config.output_hidden_states, "output_hidden_states", "False", "True"),
+        (mask is None or bool((mask == 1).all()), "attention_mask", "no padding", "a padded row"),
+        (cache is None or cache.get_seq_length() == 0, "cache", "an empty cache", "a filled one"),
+    )
+    for fine, name, expected, got in checks:
+        if not fine:
+            raise OptionError(
+                name,
+                expected=f"{expected} with custom_generate=ddtree.custom_generate",
+                got=got,
+                remedy="Call generate once per prompt, or leave custom_generate out.",
+            )
+
+
+def _streamer_of_generate() -> BaseStreamer | None:
+    """The streamer given to `generate`, which transformers up to 5.24 does not pass on.
+
+    It drops `streamer` for callables (`_extract_generation_mode_kwargs`), so we look at the caller.
+    """
+    frame = sys._getframe(2)
+    streamer = frame.f_locals.get("streamer")
+    return streamer if isinstance(streamer, BaseStreamer) else None

@@ -1,0 +1,238 @@
+"""The DFlash network and its session: one pass gives a distribution for each of L positions.
+
+Features of the context become keys and values of every layer, once per position; the block
+[root, mask, ..., mask] attends to them and to itself (arXiv 2602.06036; CHECKPOINTS A). Knows the
+target only by its embedding and head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from ddtree.cache.store import KVStore
+from ddtree.models.drafter_config import DrafterConfig
+from ddtree.models.target import Target
+from ddtree.types import Marginals
+
+_Rotation = tuple[Tensor, Tensor]
+
+
+def _rotate(states: Tensor, rotation: _Rotation) -> Tensor:
+    """Apply RoPE to [1, H, S, d] with cos and sin [1, S, d]."""
+    cos, sin = rotation
+    return states * cos[:, None] + rotate_half(states) * sin[:, None]
+
+
+class _Attention(nn.Module):
+    """Queries from the block; keys and values from context and block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+    def keys_values(self, x: Tensor, rotation: _Rotation) -> tuple[Tensor, Tensor]:
+        """Keys (normed, rotated) and values of rows x [1, S, D], each [1, H, S, d]."""
+        keys = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
+        return _rotate(keys, rotation), self._heads(self.v_proj(x)).transpose(1, 2)
+
+    def forward(
+        self, x: Tensor, rotation: _Rotation, store: KVStore, mask: Tensor | None
+    ) -> Tensor:
+        """Attend from block rows x [1, b, D]; the store is left as it was."""
+        queries = _rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rotation)
+        context_length = store.length
+        store.append(*self.keys_values(x, rotation))
+        attended = F.scaled_dot_product_attention(
+            queries, store.keys, store.values, attn_mask=mask, enable_gqa=True
+        )
+        store.crop(context_length)
+        projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return projected
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DrafterConfig, shape: Qwen3Config) -> None:
+        super().__init__()
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Qwen3MLP(shape)
+
+    def forward(
+        self, h: Tensor, rotation: _Rotation, store: KVStore, mask: Tensor | None
+    ) -> Tensor:
+        h = h + self.self_attn(self.input_layernorm(h), rotation, store, mask)
+        out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+class DFlashNetwork(nn.Module):
+    """The network; parameter names are those of z-lab's checkpoints.
+
+    Args:
+        config: see `DrafterConfig`.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape = Qwen3Config(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        num_features = len(config.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(num_features, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config, shape) for _ in range(config.num_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Qwen3RotaryEmbedding(shape)
+
+    def extend(self, features: Float[Tensor, "M F"], stores: list[KVStore]) -> None:
+        """Append the context entries of M further positions to each layer's store, in place."""
+        start = stores[0].length
+        c = self.hidden_norm(self.fc(features))[None]
+        rotation = self._rotation(c, start, start + features.shape[0])
+        for layer, store in zip(self.layers, stores, strict=True):
+            # c skips input_layernorm: only the block goes through it.
+            store.append(*layer.self_attn.keys_values(c, rotation))
+
+    def forward(
+        self, block: Float[Tensor, "b D"], stores: list[KVStore]
+    ) -> Float[Tensor, "b D"]:
+        """One pass over the embedded block; returns final-normed hidden states per slot."""
+        start, size = stores[0].length, block.shape[0]
+        h = block[None]
+        rotation = self._rotation(h, start, start + size)
+        for i, (layer, store) in enumerate(zip(self.layers, stores, strict=True)):
+            window, causal = self.config.windows[i], self.config.causal[i]
+            h = layer(h, rotation, store, _block_mask(start, size, window, causal, h.device))
+        normed: Tensor = self.norm(h[0])
+        return normed
+
+    def _rotation(self, like: Tensor, start: int, end: int) -> _Rotation:
+        positions = torch.arange(start, end, device=like.device)[None]
+        cos, sin = self.rotary(like, positions)
+        return cos, sin
+
+
+def _block_mask(
+    start: int, size: int, window: int | None, causal: bool, device: torch.device
+) -> Bool[Tensor, "1 1 b S"] | None:
+    """Who sees whom in one drafter layer; None where every slot sees context and block."""
+    if window is None and not causal:
+        return None
+    query = torch.arange(start, start + size, device=device)[:, None]
+    key = torch.arange(start + size, device=device)[None]
+    mask = torch.ones((size, start + size), dtype=torch.bool, device=device)
+    if window is not None:
+        mask &= (query - key < window) & (key - query < window)
+    if causal:
+        mask &= key <= query
+    return mask[None, None]
+
+
+class DFlashDrafter:
+    """A DFlash network bound to its target.
+
+    Args:
+        network: on the target's device and in its dtype.
+        target: lends its embedding and head.
+        name: how to call it in messages.
+    """
+
+    def __init__(self, network: DFlashNetwork, target: Target, *, name: str) -> None:
+        self.network = network.eval()
+        self.target = target
+        self.name = name
+        self.config = network.config
+        self.layer_ids = self.config.target_layer_ids
+        self.num_depths = self.config.block_size - 1
+
+    def start(self, capacity: int) -> DFlashSession:
+        """A session of its own for one request, with room for `capacity` positions."""
+        return DFlashSession(self, capacity)
+
+
+class DFlashSession:
+    """The drafter's context of one request: keys and values of committed positions only."""
+
+    def __init__(self, drafter: DFlashDrafter, capacity: int) -> None:
+        self._drafter = drafter
+        room = capacity + drafter.config.block_size
+        self._stores = [KVStore(room) for _ in drafter.network.layers]
+
+    @property
+    def length(self) -> int:
+        """Context positions seen; equals the target cache's length between rounds."""
+        return self._stores[0].length
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by the context entries."""
+        return sum(store.num_bytes for store in self._stores)
+
+    def extend(self, features: Float[Tensor, "M F"]) -> None:
+        """Take in the target's features of the next M committed positions."""
+        self._drafter.network.extend(features, self._stores)
+
+    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
+        """Draft the positions that follow the root.
+
+        Args:
+            root_id: the last decided token, at position `length`.
+            num_depths: positions wanted, 1 <= num_depths <= L.
+            num_ranks: K, capped at the vocabulary.
+        """
+        drafter, config = self._drafter, self._drafter.config
+        ids = torch.full((config.block_size,), config.mask_token_id, device=drafter.target.device)
+        ids[0] = root_id
+        block = drafter.target.embed(ids) * config.input_embedding_scale
+        hidden = drafter.network(block, self._stores)
+        logits = drafter.target.head(hidden[1 : num_depths + 1]).float()
+        logits = logits * config.output_multiplier
+        cap = config.final_logit_softcapping
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return top_marginals(logits, num_ranks)
+
+
+def top_marginals(logits: Float[Tensor, "L V"], num_ranks: int) -> Marginals:
+    """Normalise over the vocabulary and keep the best ranks.
+
+    Args:
+        logits: [L, V] float32.
+        num_ranks: K, capped at V.
+
+    >>> top_marginals(torch.tensor([[0.0, 0.0]]), 16).log_probs.exp()
+    tensor([[0.5000, 0.5000]])
+    """
+    top = torch.topk(logits, min(num_ranks, logits.shape[1]), dim=-1, sorted=True)
+    log_probs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
+    # Rounding can lift a probability of 1 above 1.
+    return Marginals(log_probs.clamp(max=0.0), top.indices)

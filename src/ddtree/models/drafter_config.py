@@ -1,0 +1,220 @@
+"""Reading a DFlash `config.json`: z-lab's keys, checked, with refusal by name.
+
+Keys are read as `dflash_config[key]` first, then at the top level (CHECKPOINTS A).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree.errors import CheckpointError, UnsupportedModelError
+
+_FORMAT_REMEDY = "Give a DFlash checkpoint in z-lab's format (docs/architecture.md, Drafters)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """What a DFlash checkpoint declares, in our own words.
+
+    Args:
+        block_size: b, slots of one pass, the root included.
+        mask_token_id: row of the target's embedding that fills the undecided slots.
+        target_layer_ids: 0-based target layers whose outputs are the features.
+        num_target_layers: depth of the target it was made for, or None if not declared.
+        hidden_size: D, the target's.
+        intermediate_size: width of the MLP.
+        num_layers: decoder layers of the drafter.
+        num_heads: query heads.
+        num_kv_heads: key-value heads.
+        head_dim: width of a head.
+        vocab_size: V of the target, or None if not declared.
+        rms_norm_eps: epsilon of all norms.
+        attention_bias: whether the attention projections have biases.
+        max_position_embeddings: what the drafter's RoPE was scaled for.
+        rope_parameters: the drafter's own RoPE, as transformers 5 writes it.
+        windows: per layer, the sliding window or None for full attention.
+        causal: per layer, whether slots see only earlier slots of the block.
+        output_multiplier: factor on the logits.
+        final_logit_softcapping: cap c of c * tanh(logits / c), or None.
+        input_embedding_scale: factor on the block's embeddings.
+    """
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int | None
+    rms_norm_eps: float
+    attention_bias: bool
+    max_position_embeddings: int
+    rope_parameters: Mapping[str, Any]
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    input_embedding_scale: float = 1.0
+
+
+class _Keys:
+    """Typed reading of the configuration, nested keys first."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
+        self._top = raw
+        nested = raw.get("dflash_config")
+        self._nested: Mapping[str, Any] = nested if isinstance(nested, Mapping) else {}
+        self._source = source
+
+    def get(self, key: str) -> Any:
+        value = self._nested.get(key)
+        return self._top.get(key) if value is None else value
+
+    def error(self, key: str, expected: str, got: object) -> CheckpointError:
+        return CheckpointError(
+            f"{self._source}: {key}", expected=expected, got=got, remedy=_FORMAT_REMEDY
+        )
+
+    def count(self, key: str, *, low: int = 1) -> int:
+        value = self.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise self.error(key, f"a whole number >= {low}", repr(value))
+        return value
+
+    def optional_count(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.count(key)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise self.error(key, "a number > 0", repr(value))
+        return float(value)
+
+
+def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
+    """Read a DFlash configuration.
+
+    Args:
+        raw: the parsed `config.json`.
+        source: the file, for messages.
+
+    Raises:
+        UnsupportedModelError: another format, or a variant that would load and be wrong.
+        CheckpointError: a key missing or out of range.
+    """
+    keys = _Keys(raw, source)
+    _refuse_other_formats(raw, keys, source)
+    num_layers = keys.count("num_hidden_layers")
+    num_heads = keys.count("num_attention_heads")
+    num_kv_heads = keys.count("num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise keys.error("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
+    windows = _windows(keys, num_layers)
+    cap = keys.get("final_logit_softcapping")
+    return DrafterConfig(
+        block_size=keys.count("block_size", low=2),
+        mask_token_id=keys.count("mask_token_id", low=0),
+        target_layer_ids=_layer_ids(keys, num_layers),
+        num_target_layers=keys.optional_count("num_target_layers"),
+        hidden_size=keys.count("hidden_size"),
+        intermediate_size=keys.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=keys.count("head_dim"),
+        vocab_size=keys.optional_count("vocab_size"),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        attention_bias=bool(keys.get("attention_bias")),
+        max_position_embeddings=keys.optional_count("max_position_embeddings") or 32768,
+        rope_parameters=_rope(keys),
+        windows=windows,
+        causal=_causal(keys, windows),
+        output_multiplier=keys.number("output_multiplier", 1.0),
+        final_logit_softcapping=None if cap is None else keys.number("final_logit_softcapping"),
+        input_embedding_scale=keys.number("input_embedding_scale", 1.0),
+    )
+
+
+def _refuse_other_formats(raw: Mapping[str, Any], keys: _Keys, source: str) -> None:
+    def refuse(what: str, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            "drafter", expected="a plain DFlash checkpoint", got=f"{what} in {source}", remedy=why
+        )
+
+    architectures = raw.get("architectures") or []
+    if "speculators_model_type" in raw:
+        raise refuse("the speculators format", "Use the z-lab release of the same drafter.")
+    second = ("conv_kernel_size", "selector_rank", "selector_top_k")
+    if "DFlash2DraftModel" in architectures or any(keys.get(k) is not None for k in second):
+        raise refuse("DFlash2", "Its convolutions and selector are not supported yet.")
+    if "dflash_config" not in raw and "DFlashDraftModel" not in architectures:
+        raise refuse(
+            f"architectures {architectures!r} without a dflash_config",
+            "Check that --drafter names the drafter and not the target.",
+        )
+    if keys.get("projector_type") in ("domino", "dspark"):
+        raise refuse(f"projector_type {keys.get('projector_type')!r}", "Not supported yet.")
+    if keys.get("quantization_config") is not None:
+        raise refuse("quantization_config", "Quantised drafters are not supported; use bf16.")
+    if keys.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise refuse("partial_rotary_factor", "Partial rotary drafters are not supported.")
+    for key in ("attention_value_scale", "attention_sink_bias"):
+        if keys.get(key) is not None:
+            raise refuse(key, "This variant would load and be silently wrong.")
+    if keys.get("hidden_act") not in (None, "silu"):
+        raise refuse(f"hidden_act {keys.get('hidden_act')!r}", "Only silu is supported.")
+
+
+def _layer_ids(keys: _Keys, num_layers: int) -> tuple[int, ...]:
+    """The declared taps, or the rule by which older checkpoints left them out."""
+    declared = keys.get("target_layer_ids")
+    if declared is None:
+        depth = keys.count("num_target_layers", low=5)
+        if num_layers == 1:
+            return (depth // 2,)
+        return tuple(round(1 + i * (depth - 4) / (num_layers - 1)) for i in range(num_layers))
+    whole = isinstance(declared, list) and all(isinstance(i, int) and i >= 0 for i in declared)
+    if not whole or not declared or len(set(declared)) != len(declared):
+        raise keys.error("target_layer_ids", "a list of distinct 0-based layer ids", repr(declared))
+    return tuple(declared)
+
+
+def _windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding window per layer. `layer_types` decides; without it, `use_sliding_window` does."""
+    layer_types = keys.get("layer_types")
+    if layer_types is None:
+        sliding = bool(keys.get("use_sliding_window")) and keys.get("sliding_window") is not None
+        layer_types = ["sliding_attention" if sliding else "full_attention"] * num_layers
+    known = ("full_attention", "sliding_attention")
+    if len(layer_types) != num_layers or any(kind not in known for kind in layer_types):
+        raise keys.error("layer_types", f"{num_layers} of {' or '.join(known)}", repr(layer_types))
+    if "sliding_attention" not in layer_types:
+        return (None,) * num_layers
+    window = keys.count("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _causal(keys: _Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    declared = keys.get("is_causal")
+    if declared is not None:
+        return (bool(declared),) * len(windows)
+    return tuple(window is not None for window in windows)
+
+
+def _rope(keys: _Keys) -> dict[str, Any]:
+    """The drafter's own RoPE; it may differ from the target's in every number."""
+    parameters = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise keys.error("rope_scaling", "an object or null", repr(parameters))
+    merged = dict(parameters)
+    merged.setdefault("rope_type", merged.pop("type", "default"))
+    if "rope_theta" not in merged:
+        merged["rope_theta"] = keys.number("rope_theta")
+    return merged

@@ -1,0 +1,89 @@
+"""Text from tokens as they come, cut at the first stop string.
+
+Pieces joined are the text: nothing is taken back once it was given out. Incomplete UTF-8 and what
+could be the beginning of a stop string are held back until they are decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+
+class TextStream:
+    """Turns pushed tokens into text.
+
+    Args:
+        tokenizer: special tokens are left out of the text.
+        stop: the text ends before the first of these strings that occurs.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        # Tokens [0, _done) are in the text; [_from, _done) are decoded again as left context.
+        self._from = 0
+        self._done = 0
+        self._text = ""
+        self._given = 0
+        self._stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text so far that is complete, up to a stop string."""
+        return self._text
+
+    def push(self, token: int) -> bool:
+        """Take in one token; True if a stop string is now complete."""
+        self._ids.append(token)
+        left = self._decode(self._ids[self._from : self._done])
+        grown = self._decode(self._ids[self._from :])
+        # A replacement character at the end may be half of a character that is still coming.
+        if len(grown) > len(left) and not grown.endswith("\ufffd"):
+            self._text += grown[len(left) :]
+            self._from, self._done = self._done, len(self._ids)
+            self._cut()
+        return self._stopped
+
+    def finish(self) -> None:
+        """No more tokens: what was held back as incomplete becomes text."""
+        if not self._stopped:
+            left = self._decode(self._ids[self._from : self._done])
+            self._text += self._decode(self._ids[self._from :])[len(left) :]
+            self._done = len(self._ids)
+            self._from = self._done
+            self._cut()
+            self._stopped = True
+
+    def take(self) -> str:
+        """The text that is new since the last call and can no longer change."""
+        end = len(self._text)
+        if not self._stopped:
+            end -= self._held()
+        piece = self._text[self._given : end]
+        self._given = max(self._given, end)
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _cut(self) -> None:
+        """End the text before the first stop string, if one is in it."""
+        found = [self._text.find(s) for s in self._stop]
+        found = [i for i in found if i >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self._stopped = True
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for size in range(min(longest, len(self._text)), 0, -1):
+            if any(s.startswith(self._text[-size:]) for s in self._stop):
+                return size
+        return 0

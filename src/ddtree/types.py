@@ -1,0 +1,267 @@
+"""What crosses a border between two parts: frozen, typed, with shapes (docs/algorithm.md has the legend).
+
+Letters in shapes: L drafted depths, K ranks kept per depth, N rows of the verify forward (root
+included), V vocabulary. Knows no model, no tokenizer and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int32, Int64
+from numpy import ndarray
+from torch import Tensor
+
+from ddtree.errors import MarginalsError
+
+Method = Literal["ar", "dflash", "ddtree"]
+FinishReason = Literal["stop", "length"]
+
+METHODS: tuple[Method, ...] = ("ar", "dflash", "ddtree")
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """The drafter's distributions for the next L positions, best ranks first (paper, section 3).
+
+    Args:
+        log_probs: [L, K] float32, each row sorted from high to low; -inf bans a token.
+        token_ids: [L, K] int64, the token of each rank.
+    """
+
+    log_probs: Float32[Tensor, "L K"]
+    token_ids: Int64[Tensor, "L K"]
+
+    @property
+    def num_depths(self) -> int:
+        """L, the number of drafted positions."""
+        return int(self.log_probs.shape[0])
+
+    @property
+    def num_ranks(self) -> int:
+        """K, the number of ranks kept per position."""
+        return int(self.log_probs.shape[1])
+
+
+@dataclass(frozen=True)
+class HostMarginals:
+    """`Marginals` as numpy arrays on the host, checked: what the host builders read.
+
+    Args:
+        log_probs: [L, K] float32, free of NaN, <= 0, sorted from high to low.
+        token_ids: [L, K] int64.
+    """
+
+    log_probs: Float32[ndarray, "L K"]
+    token_ids: Int64[ndarray, "L K"]
+
+    @classmethod
+    def of(cls, marginals: Marginals) -> HostMarginals:
+        """Copy to the host and check.
+
+        Raises:
+            MarginalsError: NaN or a positive log-prob (names the depth), a row out of order, or
+                shapes that differ.
+        """
+        if marginals.log_probs.shape != marginals.token_ids.shape:
+            raise MarginalsError(
+                "marginals",
+                expected="log_probs and token_ids of one shape [L, K]",
+                got=f"{tuple(marginals.log_probs.shape)} and {tuple(marginals.token_ids.shape)}",
+                remedy="Gather the token ids with the same top-k as the log-probs.",
+            )
+        log_probs = marginals.log_probs.to("cpu", torch.float32).numpy()
+        for depth, row in enumerate(log_probs, start=1):
+            if np.isnan(row).any():
+                raise MarginalsError(
+                    "marginals",
+                    expected="log-probs without NaN",
+                    got=f"NaN at depth {depth}",
+                    remedy="Look for inf - inf in the drafter's logits or its normaliser.",
+                )
+            if (row > 0).any():
+                raise MarginalsError(
+                    "marginals",
+                    expected="log-probs <= 0",
+                    got=f"{row.max()} at depth {depth}",
+                    remedy="Normalise with log_softmax and clamp rounding above 0.",
+                )
+            if (row[1:] > row[:-1]).any():
+                raise MarginalsError(
+                    "marginals",
+                    expected="each row sorted from high to low",
+                    got=f"an increasing pair at depth {depth}",
+                    remedy="Use torch.topk(..., sorted=True).",
+                )
+        return cls(log_probs, marginals.token_ids.to("cpu", torch.int64).numpy())
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A draft tree, the root included; nodes in score order, so every prefix is a smaller tree.
+
+    Node 0 is the root: parent -1, depth 0, rank -1, log-prob 0.
+
+    Args:
+        token_ids: [N] int64.
+        parents: [N] int32, index of the parent node; parents come before their children.
+        depths: [N] int32, root 0; a node at depth i proposes the token at position start + i.
+        ranks: [N] int32, 0 = the most probable token of its depth.
+        log_probs: [N] float32, the score: sum of the log-probs along the path from the root.
+    """
+
+    token_ids: Int64[ndarray, " N"]
+    parents: Int32[ndarray, " N"]
+    depths: Int32[ndarray, " N"]
+    ranks: Int32[ndarray, " N"]
+    log_probs: Float32[ndarray, " N"]
+
+    @property
+    def num_rows(self) -> int:
+        """N, rows of the verify forward: nodes and root."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes without the root, at most the budget B."""
+        return self.num_rows - 1
+
+    @property
+    def expected_acceptance_length(self) -> float:
+        """Expected tokens per round under the surrogate: 1 + sum of exp(score) (Proposition 1)."""
+        return float(np.exp(self.log_probs.astype(np.float64)).sum())
+
+    def first(self, num_nodes: int) -> DraftTree:
+        """The tree of a smaller budget: the root and the first `num_nodes` nodes."""
+        rows = slice(0, num_nodes + 1)
+        return DraftTree(
+            self.token_ids[rows],
+            self.parents[rows],
+            self.depths[rows],
+            self.ranks[rows],
+            self.log_probs[rows],
+        )
+
+    @classmethod
+    def root_only(cls, root_id: int) -> DraftTree:
+        """The tree of budget 0: nothing is speculated, as in plain decoding."""
+        return cls(
+            np.array([root_id], np.int64),
+            np.array([-1], np.int32),
+            np.array([0], np.int32),
+            np.array([-1], np.int32),
+            np.array([0.0], np.float32),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """What the target's decoding rule chose along one tree.
+
+    Args:
+        path: node indices of the accepted nodes that are committed, root not included.
+        token_ids: the tokens delivered: those of `path`, then one more, the next root.
+        finish_reason: why generation ends here, or None.
+    """
+
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+    @property
+    def next_root_id(self) -> int:
+        """The last delivered token: decided, and not yet in the target's KV cache."""
+        return self.token_ids[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round of decoding, or the prefill, which delivers the first token and has no tree.
+
+    Args:
+        tree: the tree that was verified; None for the prefill.
+        path: node indices of the accepted nodes.
+        token_ids: the tokens delivered.
+        finish_reason: set on the last round only.
+    """
+
+    tree: DraftTree | None
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens delivered by this round, the bonus token included."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSeconds:
+    """Wall time per stage, in seconds, summed over a generation."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    build: float = 0.0
+    verify: float = 0.0
+    walk: float = 0.0
+    commit: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All stages together."""
+        return self.prefill + self.draft + self.build + self.verify + self.walk + self.commit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The result of one generation; counts speak only of what was delivered.
+
+    Args:
+        text: the new text up to a stop string; None where there is no tokenizer.
+        token_ids: the new tokens, the stop token included if one ended the text.
+        finish_reason: "stop" (stop token or stop string) or "length".
+        method: how it was drafted.
+        rounds: the prefill and every round, in order.
+        seconds: time per stage.
+        elapsed_s: wall time from the prompt's token ids to the last token.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    method: Method
+    rounds: tuple[Round, ...]
+    seconds: StageSeconds
+    elapsed_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_rounds(self) -> int:
+        """Verify forwards; the prefill is not one."""
+        return sum(r.tree is not None for r in self.rounds)
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: tokens per round, bonus token included; plain decoding has 1. NaN without rounds."""
+        if self.num_rounds == 0:
+            return float("nan")
+        return sum(r.num_tokens for r in self.rounds if r.tree is not None) / self.num_rounds
+
+    @property
+    def acceptance_histogram(self) -> tuple[int, ...]:
+        """Entry i counts the rounds that delivered i tokens; entry 0 is always 0."""
+        counts = [r.num_tokens for r in self.rounds if r.tree is not None]
+        return tuple(int(n) for n in np.bincount(counts)) if counts else ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens by wall time, prefill included."""
+        return self.num_tokens / self.elapsed_s if self.elapsed_s > 0 else float("nan")
