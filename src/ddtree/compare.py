@@ -74,14 +74,14 @@ def compare(
         for method in METHODS
     ]
     for arm in arms:
+        pair.run(prompt_ids, arm)  # checks the options of every arm before any work
+    for arm in arms:
         short = min(config.max_new_tokens, _WARM_UP_TOKENS)
         _generate(pair, prompt_ids, replace(arm, max_new_tokens=short))
     generations = tuple(_generate(pair, prompt_ids, arm) for arm in arms)
     baseline = generations[0]
     found = (_divergence(pair, prompt_ids, config, baseline, g) for g in generations[1:])
-    return Comparison(
-        generations=generations, divergences=tuple(d for d in found if d is not None)
-    )
+    return Comparison(generations=generations, divergences=tuple(d for d in found if d is not None))
 
 
 def _generate(pair: Pair, prompt_ids: list[int], config: DecodeConfig) -> Generation:
@@ -100,9 +100,7 @@ def _divergence(
     if baseline.token_ids == other.token_ids:
         return None
     shared = min(baseline.num_tokens, other.num_tokens)
-    index = next(
-        (i for i in range(shared) if baseline.token_ids[i] != other.token_ids[i]), shared
-    )
+    index = next((i for i in range(shared) if baseline.token_ids[i] != other.token_ids[i]), shared)
     prefix = [*prompt_ids, *baseline.token_ids[:index]]
     return Divergence(
         method=other.method,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 from ddtree.errors import OptionError
@@ -65,6 +65,13 @@ class DecodeConfig:
                 remedy="Leave it out, or use 1, to keep all tokens.",
             )
         _check_stop(self.stop)
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(
+                "ignore_eos",
+                expected="True or False",
+                got=repr(self.ignore_eos),
+                remedy="True goes on past the model's stop tokens.",
+            )
 
 
 def _is_number(value: object) -> bool:
@@ -80,7 +87,7 @@ def _check_int(name: str, value: object, *, low: int, remedy: str, high: int | N
 
 
 def _check_temperature(value: object) -> None:
-    if _is_number(value) and value >= 0 and math.isfinite(value):  # type: ignore[operator,arg-type]
+    if _is_number(value) and 0 <= value <= sys.float_info.max:  # type: ignore[operator]
         return
     raise OptionError(
         "temperature",

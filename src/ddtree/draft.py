@@ -6,7 +6,7 @@ Also says what a drafter is. Marginals may come from anything that predicts L po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,7 @@ from torch import Tensor
 from ddtree.types import Marginals
 
 
+@runtime_checkable
 class DraftSession(Protocol):
     """A drafter's state for one request: it has seen the committed context and nothing else."""
 
@@ -27,6 +28,7 @@ class DraftSession(Protocol):
         ...
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Anything that predicts L positions in one pass.
 
@@ -36,10 +38,14 @@ class Drafter(Protocol):
     """
 
     @property
-    def layer_ids(self) -> Sequence[int]: ...
+    def layer_ids(self) -> Sequence[int]:
+        """See above."""
+        ...
 
     @property
-    def num_depths(self) -> int: ...
+    def num_depths(self) -> int:
+        """See above."""
+        ...
 
     def start(self, capacity: int) -> DraftSession:
         """A fresh session for one request, with room for `capacity` positions."""

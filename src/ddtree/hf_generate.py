@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from ddtree.config import DecodeConfig
@@ -152,9 +157,9 @@ def _check_supported(
     mask = model_kwargs.get("attention_mask")
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     checks: tuple[tuple[bool, str, str, object], ...] = (
+        (config.num_beams in (None, 1), "num_beams", "1", config.num_beams),
         (input_ids.shape[0] == 1, "input_ids", "one sequence", f"{input_ids.shape[0]} sequences"),
         (input_ids.shape[1] > 0, "input_ids", "at least one token", "an empty prompt"),
-        (config.num_beams in (None, 1), "num_beams", "1", config.num_beams),
         (
             not any((config.output_scores, config.output_logits, config.output_attentions)),
             "output_scores, output_logits, output_attentions",
@@ -178,8 +183,14 @@ def _check_supported(
 def _streamer_of_generate() -> BaseStreamer | None:
     """The streamer given to `generate`, which transformers up to 5.24 does not pass on.
 
-    It drops `streamer` for callables (`_extract_generation_mode_kwargs`), so we look at the caller.
+    It drops `streamer` for callables (`_extract_generation_mode_kwargs`) after telling it of the
+    prompt: without this look at the calling frame, a reader of the streamer would wait forever.
     """
-    frame = sys._getframe(2)
-    streamer = frame.f_locals.get("streamer")
-    return streamer if isinstance(streamer, BaseStreamer) else None
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        in_library = frame.f_globals.get("__name__") == "transformers.generation.utils"
+        if in_library and frame.f_code.co_name == "generate":
+            streamer = frame.f_locals.get("streamer")
+            return streamer if isinstance(streamer, BaseStreamer) else None
+        frame = frame.f_back
+    return None

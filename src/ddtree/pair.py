@@ -1,7 +1,7 @@
 """The Python API: a target and a drafter, loaded once, that generate text.
 
-    pair = ddtree.load("smollm2-135m")
-    print(pair.generate("Why is the sky blue?").text)
+pair = ddtree.load("smollm2-135m")
+print(pair.generate("Why is the sky blue?").text)
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ def load(
     source = zoo.known_drafter(loaded.name) if drafter is None else drafter
     if isinstance(source, str | Path):
         return Pair(loaded, load_drafter(source, loaded, say=say))
+    if source is not None and not isinstance(source, Drafter):
+        raise OptionError(
+            "drafter",
+            expected="a hub id, a folder, or an object with layer_ids, num_depths and start",
+            got=type(source).__name__,
+            remedy="Give the DFlash checkpoint itself; ddtree loads it.",
+        )
     return Pair(loaded, source)
 
 
@@ -208,4 +215,7 @@ def stages_for(method: Method) -> Stages:
 
 
 def _as_tuple(stop: Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    if isinstance(stop, str):
+        return (stop,)
+    # What is no sequence goes on as it is: the config refuses it by name.
+    return tuple(stop) if isinstance(stop, Sequence) else stop

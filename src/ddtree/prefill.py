@@ -67,7 +67,7 @@ def prefill(
         layer_ids,
     )
     ids = torch.tensor(context.token_ids, dtype=torch.int64, device=target.device)
-    for chunk in ids.split(CHUNK_TOKENS):
+    for chunk in torch.split(ids, CHUNK_TOKENS):
         output = target.prefill(chunk, context.cache, capture=layer_ids)
         if context.session is not None:
             context.session.extend(output.features)

@@ -29,10 +29,11 @@ def encode(prompt: Prompt, target: Target, *, raw: bool) -> list[int]:
         if not prompt.strip():
             raise _error("a prompt with some text", "an empty one", "Say something.")
         if raw:
-            tokenizer = _tokenizer(target)
-            return _checked(list(tokenizer(prompt)["input_ids"]), target)
+            return _checked(_text_ids(_tokenizer(target), prompt), target)
         return _chat([{"role": "user", "content": prompt}], target)
-    items = list(prompt) if isinstance(prompt, Sequence) else None
+    # bytes are a sequence of numbers too, but nobody means them as token ids.
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    items = list(prompt) if is_list else None
     if not items:
         raise _error("text, chat messages or token ids", repr(prompt), "Give at least one.")
     if all(isinstance(item, Mapping) for item in items):
@@ -85,7 +86,18 @@ def _chat(messages: Sequence[object], target: Target) -> list[int]:
             str(error),
             "Check the roles and their order.",
         ) from error
-    return _checked(list(tokenizer(text, add_special_tokens=False)["input_ids"]), target)
+    return _checked(_text_ids(tokenizer, text, add_special_tokens=False), target)
+
+
+def _text_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
+) -> list[object]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # Half a surrogate pair: how the shell's bytes that are not UTF-8 arrive in an argument.
+        raise _error("text in UTF-8", str(error), "Convert it to UTF-8 first.") from error
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def _tokenizer(target: Target) -> PreTrainedTokenizerBase:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ddtree.text import TextStream
 from ddtree.types import FinishReason
 
 
+@runtime_checkable
 class Stopping(Protocol):
     """Decides after each token whether it was the last."""
 

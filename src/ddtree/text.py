@@ -38,23 +38,21 @@ class TextStream:
     def push(self, token: int) -> bool:
         """Take in one token; True if a stop string is now complete."""
         self._ids.append(token)
-        left = self._decode(self._ids[self._from : self._done])
-        grown = self._decode(self._ids[self._from :])
+        fresh = self._fresh()
         # A replacement character at the end may be half of a character that is still coming.
-        if len(grown) > len(left) and not grown.endswith("\ufffd"):
-            self._text += grown[len(left) :]
+        if fresh and not fresh.endswith("\ufffd"):
+            self._text += fresh
             self._from, self._done = self._done, len(self._ids)
-            self._cut()
+            fresh = ""
+        self._cut(self._text + fresh.rstrip("\ufffd"))
         return self._stopped
 
     def finish(self) -> None:
         """No more tokens: what was held back as incomplete becomes text."""
         if not self._stopped:
-            left = self._decode(self._ids[self._from : self._done])
-            self._text += self._decode(self._ids[self._from :])[len(left) :]
-            self._done = len(self._ids)
-            self._from = self._done
-            self._cut()
+            self._text += self._fresh()
+            self._from = self._done = len(self._ids)
+            self._cut(self._text)
             self._stopped = True
 
     def take(self) -> str:
@@ -72,12 +70,16 @@ class TextStream:
         )
         return text
 
-    def _cut(self) -> None:
-        """End the text before the first stop string, if one is in it."""
-        found = [self._text.find(s) for s in self._stop]
-        found = [i for i in found if i >= 0]
+    def _fresh(self) -> str:
+        """The text of the tokens that are not in the text yet."""
+        left = self._decode(self._ids[self._from : self._done])
+        return self._decode(self._ids[self._from :])[len(left) :]
+
+    def _cut(self, text: str) -> None:
+        """If a stop string is in this text, it ends before the first one."""
+        found = [i for i in map(text.find, self._stop) if i >= 0]
         if found:
-            self._text = self._text[: min(found)]
+            self._text = text[: min(found)]
             self._stopped = True
 
     def _held(self) -> int:

@@ -54,7 +54,7 @@ class Stopwatch:
             return result
 
         def on_cuda(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = _event(), _event()
             begin.record()
             result = stage(*args, **kwargs)
             end.record()
@@ -62,3 +62,7 @@ class Stopwatch:
             return result
 
         return on_cuda if self._on_cuda else on_host
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

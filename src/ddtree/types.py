@@ -1,4 +1,4 @@
-"""What crosses a border between two parts: frozen, typed, with shapes (docs/algorithm.md has the legend).
+"""What crosses a border between two parts: frozen, typed, with shapes.
 
 Letters in shapes: L drafted depths, K ranks kept per depth, N rows of the verify forward (root
 included), V vocabulary. Knows no model, no tokenizer and no clock.

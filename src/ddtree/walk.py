@@ -35,7 +35,9 @@ def walk(
     """
     choose = rule.chooser(logits)
     children = child_lookup(tree)
-    row, path, delivered = 0, [], []
+    row = 0
+    path: list[int] = []
+    delivered: list[int] = []
     while True:
         token = choose(row, token_ids)
         token_ids.append(token)

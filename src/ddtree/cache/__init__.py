@@ -1,1 +1,1 @@
-"""Keys and values of everything committed: append, keep, crop. Library quirks live in `hf` alone."""
+"""Keys and values of everything committed: append, keep, crop. Library quirks: `hf` alone."""

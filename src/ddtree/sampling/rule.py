@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,7 @@ from ddtree.sampling.noise import gumbel_noise
 Chooser = Callable[[int, Sequence[int]], int]
 
 
+@runtime_checkable
 class DecodingRule(Protocol):
     """Anything that decides tokens from target logits."""
 
@@ -70,9 +71,7 @@ class Sampling:
         processed = process_logits(
             logits_V, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
         )
-        return processed + gumbel_noise(
-            self.seed, position, processed.shape[0], processed.device
-        )
+        return processed + gumbel_noise(self.seed, position, processed.shape[0], processed.device)
 
     def chooser(self, logits_NV: Float[Tensor, "N V"]) -> Chooser:
         """See `DecodingRule.chooser`. Rows are processed when asked for: most never are."""
@@ -116,7 +115,7 @@ def process_logits(
     """
     logits = logits_V.float()
     # The shift changes no choice and keeps a tiny temperature from overflowing to inf - inf.
-    logits = (logits - logits.max()) / temperature
+    logits = (logits - logits.max()) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None and top_k < logits.shape[0]:
         kth = torch.topk(logits, top_k).values[-1]
         logits = logits.masked_fill(logits < kth, -torch.inf)

@@ -7,6 +7,7 @@ import numpy as np
 from ddtree.types import DraftTree, HostMarginals, Marginals
 
 
+@np.errstate(over="ignore")  # below float32's range is -inf: banned
 def build_chain(marginals: Marginals, root_id: int, budget: int) -> DraftTree:
     """Chain the most probable token of each depth.
 
@@ -30,9 +31,10 @@ def build_chain(marginals: Marginals, root_id: int, budget: int) -> DraftTree:
     host = HostMarginals.of(marginals)
     scores = [np.float32(0.0)]
     for log_prob in host.log_probs[:budget, 0]:
-        if log_prob == -np.inf:
+        score = scores[-1] + log_prob
+        if score == -np.inf:
             break
-        scores.append(scores[-1] + log_prob)
+        scores.append(score)
     num_rows = len(scores)
     return DraftTree(
         np.concatenate([[root_id], host.token_ids[: num_rows - 1, 0]]).astype(np.int64),

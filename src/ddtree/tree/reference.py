@@ -24,6 +24,7 @@ from ddtree.types import DraftTree, HostMarginals, Marginals
 _Candidate = tuple[np.float32, int, int, int]
 
 
+@np.errstate(over="ignore")  # below float32's range is -inf: banned
 def build_tree(marginals: Marginals, root_id: int, budget: int) -> DraftTree:
     """Build the draft tree of highest expected acceptance length.
 
@@ -52,17 +53,17 @@ def build_tree(marginals: Marginals, root_id: int, budget: int) -> DraftTree:
     scores = [np.float32(0.0)]
     token_ids, parents, depths, ranks = [root_id], [-1], [0], [-1]
     heap: list[_Candidate] = []
-
-    def offer(parent: int, rank: int) -> None:
-        depth = depths[parent] + 1
-        if depth > num_depths or rank >= num_ranks:
-            return
-        score = scores[parent] + host.log_probs[depth - 1, rank]
-        if score > -np.inf:
-            heapq.heappush(heap, (-score, depth, parent, rank))
-
-    offer(0, 0)
-    while heap and len(scores) <= budget:
+    opened = [(0, 0)]  # (parent, rank) of the candidates that the last pop made worth a look
+    while True:
+        for parent, rank in opened:
+            depth = depths[parent] + 1
+            if depth > num_depths or rank >= num_ranks:
+                continue
+            score = scores[parent] + host.log_probs[depth - 1, rank]
+            if score > -np.inf:
+                heapq.heappush(heap, (-score, depth, parent, rank))
+        if not heap or len(scores) > budget:
+            break
         negative_score, depth, parent, rank = heapq.heappop(heap)
         node = len(scores)
         scores.append(-negative_score)
@@ -70,8 +71,7 @@ def build_tree(marginals: Marginals, root_id: int, budget: int) -> DraftTree:
         parents.append(parent)
         depths.append(depth)
         ranks.append(rank)
-        offer(parent, rank + 1)
-        offer(node, 0)
+        opened = [(parent, rank + 1), (node, 0)]
 
     return DraftTree(
         np.array(token_ids, np.int64),

@@ -1,0 +1,54 @@
+# make demo   from nothing to generated text: environment, install, embedded default, the main job
+# make test   the same environment: lint, types, all tests, the oldest transformers
+# Both rest on `make setup`, which makes .venv and does nothing when it is up to date.
+#
+# On Linux without an NVIDIA GPU, PyPI's torch brings several GB of CUDA along. Avoid it with
+#   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+PROMPT ?= Write a Python function that returns the n-th Fibonacci number, and explain it.
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: setup demo test lint types tests oldest bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "Making .venv ..."; $(PYTHON) -m venv .venv; }
+	@echo "Installing torch, then ddtree and its tools (minutes the first time) ..."
+	$(PIP) --constraint constraints.txt $(TORCH_ARGS) torch
+	$(PIP) --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/ddtree generate --compare --max-new-tokens 128 "$(PROMPT)"
+
+test: lint types tests oldest
+
+lint: setup
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+types: setup
+	$(BIN)/mypy
+
+tests: setup
+	$(BIN)/python -m pytest --numprocesses 2
+
+# The oldest supported transformers, laid over the same environment.
+oldest: .oldest/.ready
+	PYTHONPATH=.oldest $(BIN)/python -m pytest --numprocesses 2 -m "not embedded" tests/lossless tests/unit/models
+
+.oldest/.ready: .venv/.ready constraints-oldest.txt
+	rm -rf .oldest
+	$(PIP) --no-deps --target .oldest --requirement constraints-oldest.txt
+	@touch $@
+
+bench: setup
+	$(BIN)/python benchmarks/first_light.py --out benchmarks/results
+
+clean:
+	rm -rf .venv .oldest .mypy_cache .ruff_cache .pytest_cache

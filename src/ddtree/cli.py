@@ -1,0 +1,251 @@
+"""The command line: `ddtree generate` and `ddtree doctor`.
+
+Text goes to standard output as it comes, everything else to standard error, so that output can be
+piped. A user's mistake is one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from ddtree import __version__
+from ddtree.config import DecodeConfig
+from ddtree.errors import OptionError, PromptError, UserError
+
+if TYPE_CHECKING:
+    from ddtree.pair import Pair
+    from ddtree.prompt import Prompt
+    from ddtree.types import Generation
+
+EXIT_USER_ERROR = 2
+
+app = typer.Typer(
+    name="ddtree",
+    help="Faster generation with draft trees: the target model's own text, token for token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What `generate` was asked to do, besides how to decode."""
+
+    prompt: str
+    system: str | None
+    raw: bool
+
+    @property
+    def messages(self) -> Prompt:
+        if self.raw:
+            return self.prompt
+        user = {"role": "user", "content": self.prompt}
+        return [{"role": "system", "content": self.system}, user] if self.system else [user]
+
+
+def main() -> NoReturn:
+    """Entry point: run a command and turn a user's mistake into a message."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+        typer.echo(str(error), err=True)
+        sys.exit(EXIT_USER_ERROR)
+    sys.exit(0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The user\'s message, or "-" for standard input.')],
+    target: Annotated[
+        str, typer.Option(help="Hub id, local folder, or the embedded smollm2-135m.")
+    ] = "smollm2-135m",
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="ddtree (draft tree), dflash (chain) or ar (plain decoding).")
+    ] = "ddtree",
+    budget: Annotated[int, typer.Option(help="Most nodes drafted per round; 0 drafts none.")] = 16,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep the k most probable tokens.", show_default="all")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest mass p.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="One seed gives one text, with any method.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Length limit.")] = 256,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End the text before this string; repeatable.", show_default="none"),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the model's stop tokens.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message.", show_default="the template's")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16 (auto on CPU: float32).")
+    ] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run ar, dflash and ddtree and set them side by side.")
+    ] = False,
+) -> None:
+    """Generate text: the target's own, faster."""
+    config = DecodeConfig(
+        method=method,  # type: ignore[arg-type]
+        budget=budget,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    if raw and system is not None:
+        raise OptionError(
+            "--system",
+            expected="no system message with --raw",
+            got=repr(system),
+            remedy="Leave out one of them: --raw gives the prompt as it is.",
+        )
+    request = _Request(prompt=_read_prompt(prompt), system=system, raw=raw)
+    needs_drafter = compare or method != "ar"
+    pair = _load(target, drafter, device, dtype, needs_drafter=needs_drafter)
+    if compare:
+        _compare(pair, request, config, as_json=as_json)
+    else:
+        _generate(pair, request, config, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        str, typer.Option(help="Hub id, local folder or embedded alias.")
+    ] = "smollm2-135m",
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what is installed, which backends work, and whether target and drafter fit together."""
+    from ddtree import doctor as examination
+
+    report = examination.examine(target, drafter)
+    if as_json:
+        typer.echo(json.dumps(examination.as_json(report), indent=2))
+    else:
+        examination.show(report, Console())
+    if not report.well:
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _load(
+    target: str, drafter: str | None, device: str, dtype: str, *, needs_drafter: bool
+) -> Pair:
+    from transformers.utils import logging as transformers_logging
+
+    from ddtree.models.loading import load_target
+    from ddtree.pair import Pair, load
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if not needs_drafter:
+        return Pair(load_target(target, device=device, dtype=dtype, say=_say), None)
+    return load(target, drafter, device=device, dtype=dtype, say=_say)
+
+
+def _generate(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bool) -> None:
+    from ddtree.types import Generation
+
+    for item in pair.run(request.messages, config, raw=request.raw):
+        if isinstance(item, Generation):
+            _finish(item, as_json=as_json)
+        elif not as_json:
+            typer.echo(item, nl=False)
+            sys.stdout.flush()
+
+
+def _finish(generation: Generation, *, as_json: bool) -> None:
+    from ddtree import report
+
+    if as_json:
+        typer.echo(json.dumps(report.generation_json(generation)))
+        return
+    typer.echo()
+    Console(stderr=True).print(report.statistics_line(generation), style="dim", soft_wrap=True)
+
+
+def _compare(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bool) -> None:
+    from ddtree import report
+    from ddtree.compare import compare
+
+    comparison = compare(pair, request.messages, config, raw=request.raw)
+    if as_json:
+        typer.echo(json.dumps(report.comparison_json(comparison)))
+    else:
+        typer.echo(comparison.generations[0].text)
+        report.show_comparison(comparison, pair, Console(stderr=True))
+    if not comparison.agree and str(pair.target.dtype) == "torch.float32":
+        raise typer.Exit(1)
+
+
+def _read_prompt(prompt: str) -> str:
+    text = _read_standard_input() if prompt == "-" else prompt
+    # Checked here because a message that wraps it would no longer be empty.
+    if not text.strip():
+        raise PromptError(
+            "prompt",
+            expected="a prompt with some text",
+            got="an empty one",
+            remedy='Give it in quotes, or "-" to read it from standard input.',
+        )
+    return text
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            "prompt",
+            expected="UTF-8 text on standard input",
+            got=str(error),
+            remedy="Convert the input to UTF-8 first.",
+        ) from error
+
+
+def _say(message: str) -> None:
+    Console(stderr=True).print(message, style="dim", soft_wrap=True, markup=False)

@@ -1,0 +1,52 @@
+"""What all tests share: shapes in annotations are checked, examples are repeatable, one thread."""
+
+import sys
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+from jaxtyping import install_import_hook
+
+import tests.support.typecheck  # noqa: F401, the hook finds it by attribute
+
+# Where tensors flow. Not the public edge: a user's mistake must meet our error, not a type checker.
+TENSOR_MODULES = [
+    "ddtree.attention",
+    "ddtree.cache",
+    "ddtree.commit",
+    "ddtree.draft",
+    "ddtree.models.drafter",
+    "ddtree.models.target",
+    "ddtree.prefill",
+    "ddtree.sampling",
+    "ddtree.tree",
+    "ddtree.types",
+    "ddtree.verify",
+    "ddtree.walk",
+]
+# A module imported before the hook would run unchecked, and no test would say so.
+assert not any(name.split(".")[0] == "ddtree" for name in sys.modules)
+install_import_hook(TENSOR_MODULES, "tests.support.typecheck.check")
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Derandomised: a run in CI sees the examples that a run at home saw, and cannot flake.
+settings.register_profile(
+    "ddtree",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ddtree")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations are not checked: as a user runs, who must be told by our own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

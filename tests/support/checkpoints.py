@@ -1,0 +1,111 @@
+"""Checkpoints as they are published, written by the test: a tiny target, and z-lab's DFlash format.
+
+Names and shapes are copied from CHECKPOINTS A, not asked of the code that reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.support.models import drafter_config, tiny_model
+from tests.support.tokenizers import tiny_tokenizer
+
+Tensors = dict[str, Tensor]
+
+
+def write_target(folder: Path, architecture: str = "llama", *, tokenizer: bool = True) -> Path:
+    """A tiny target as `save_pretrained` writes it, with a chat template or without a tokenizer."""
+    tiny_model(architecture).save_pretrained(folder)
+    if tokenizer:
+        tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def drafter_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """The table of CHECKPOINTS A for a `config.json` with flat sizes and nested taps."""
+    hidden, wide, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (config[k] * head for k in ("num_attention_heads", "num_key_value_heads"))
+    taps = len(config["dflash_config"]["target_layer_ids"])
+    shapes = {"fc.weight": (hidden, taps * hidden), "hidden_norm.weight": (hidden,)}
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "self_attn.q_norm.weight": (head,),
+            "self_attn.k_norm.weight": (head,),
+            "mlp.gate_proj.weight": (wide, hidden),
+            "mlp.up_proj.weight": (wide, hidden),
+            "mlp.down_proj.weight": (hidden, wide),
+        }
+        if config.get("attention_bias"):
+            layer |= {
+                f"self_attn.{k}.bias": layer[f"self_attn.{k}.weight"][:1]
+                for k in ("q_proj", "k_proj", "v_proj", "o_proj")
+            }
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return {**shapes, "norm.weight": (hidden,)}
+
+
+def drafter_tensors(config: Mapping[str, object], seed: int = 0) -> Tensors:
+    """Random weights, large enough that every part of the network shows in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)
+        for name, shape in drafter_shapes(config).items()
+    }
+
+
+def write_drafter(
+    folder: Path,
+    *,
+    weights: Tensors | None = None,
+    edit: Callable[[Tensors], object] | None = None,
+    sharded: bool = False,
+    prefix: str = "",
+    **changes: object,
+) -> Path:
+    """A DFlash drafter that fits the tiny models.
+
+    Args:
+        folder: made if it is not there.
+        weights: in place of those that the configuration implies.
+        edit: changes the tensors in place before they are written.
+        sharded: two files with an index in place of one.
+        prefix: put before each tensor's name, such as "model.".
+        changes: to `config.json`; a key with None is left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {k: v for k, v in drafter_config(**changes).items() if v is not None}
+    tensors = drafter_tensors(config) if weights is None else dict(weights)
+    if edit is not None:
+        edit(tensors)
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    if not sharded:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = list(tensors)
+    parts = (names[::2], names[1::2])
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for file, part in zip(files, parts, strict=True):
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {n: file for file, part in zip(files, parts, strict=True) for n in part}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Change keys of a JSON file; a key with None is left out."""
+    merged = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in merged.items() if v is not None}))

@@ -1,0 +1,161 @@
+"""Gumbel noise: a function of seed and position alone, with the right distribution."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddtree.sampling.noise import gumbel_noise
+
+seeds = st.integers(0, 2**64 - 1)
+positions = st.integers(0, 2**40)
+
+MASK = 2**64 - 1
+EULER_GAMMA = 0.5772156649
+
+
+def philox(key: int, counter: int) -> list[int]:
+    """Philox 4x64 with 10 rounds, written out from Salmon et al. (SC 2011)."""
+    words = [(counter >> (64 * i)) & MASK for i in range(4)]
+    key_0, key_1 = key, 0
+    for _ in range(10):
+        left, right = 0xD2E7470EE14C6C93 * words[0], 0xCA5A826395121157 * words[2]
+        words = [
+            (right >> 64) ^ words[1] ^ key_0,
+            right & MASK,
+            (left >> 64) ^ words[3] ^ key_1,
+            left & MASK,
+        ]
+        key_0 = (key_0 + 0x9E3779B97F4A7C15) & MASK
+        key_1 = (key_1 + 0xBB67AE8584CAA73B) & MASK
+    return words
+
+
+def uniforms_by_hand(seed: int, position: int, vocab_size: int) -> list[float]:
+    halves: list[int] = []
+    block = 0
+    while len(halves) < vocab_size:
+        block += 1  # the generator counts up before it draws
+        for word in philox(seed, (position << 64) + block):
+            halves += [word & 0xFFFFFFFF, word >> 32]
+    return [(half + 0.5) / 2**32 for half in halves[:vocab_size]]
+
+
+@pytest.fixture(scope="module")
+def draws() -> torch.Tensor:
+    return torch.cat([gumbel_noise(11, position, 20_000) for position in range(10)]).double()
+
+
+@pytest.mark.parametrize(
+    ("seed", "position", "expected"),
+    [
+        (0, 0, [3.3421806, 4.4555495, 0.0548557, 1.2856264, 0.7877029]),
+        (0, 1, [-1.2468372, 1.4351529, 1.2848611, 1.4156527, 0.2054756]),
+        (1, 0, [0.4886145, 1.0167047, -0.2679981, -0.6358085, 0.4694133]),
+        (2**64 - 1, 1000, [-1.0055372, 1.7748323, 3.2000626, 2.3298579, 1.3176107]),
+    ],
+)
+def test_first_values_are_the_ones_written_here(
+    seed: int, position: int, expected: list[float]
+) -> None:
+    actual = gumbel_noise(seed, position, len(expected)).tolist()
+    assert actual == pytest.approx(expected, abs=1e-6)
+
+
+@given(seeds, positions, st.integers(1, 40))
+def test_noise_is_philox_of_seed_and_position_written_out(
+    seed: int, position: int, vocab_size: int
+) -> None:
+    uniforms = uniforms_by_hand(seed, position, vocab_size)
+    for actual, u in zip(gumbel_noise(seed, position, vocab_size).tolist(), uniforms, strict=True):
+        exponential = -math.log1p(-u)
+        # float32 keeps 24 bits of u; the logarithms magnify that where u is near 1.
+        rounding = 2**-24 / ((1 - u) * exponential) if u > 0.5 else 0.0
+        assert actual == pytest.approx(-math.log(exponential), rel=1e-6, abs=1e-6 + rounding)
+
+
+@given(seeds, positions, st.integers(1, 300))
+def test_asking_again_gives_the_same_noise_whatever_was_drawn_between(
+    seed: int, position: int, vocab_size: int
+) -> None:
+    first = gumbel_noise(seed, position, vocab_size)
+    torch.rand(3)
+    gumbel_noise(seed ^ 1, position + 1, vocab_size + 1)
+    assert torch.equal(gumbel_noise(seed, position, vocab_size), first)
+
+
+def test_noise_leaves_the_global_generators_alone() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    gumbel_noise(3, 4, 100)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert (np.random.get_state()[1] == numpy_state).all()
+
+
+@given(st.tuples(seeds, positions), st.tuples(seeds, positions))
+def test_other_seeds_or_positions_give_other_noise(
+    one: tuple[int, int], other: tuple[int, int]
+) -> None:
+    same = torch.equal(gumbel_noise(*one, 8), gumbel_noise(*other, 8))
+    assert same == (one == other)
+
+
+@pytest.mark.parametrize("other", [(4, 10), (3, 11), (10, 3), (3 + 2**63, 10), (3, 10 + 2**32)])
+def test_near_and_far_seeds_and_positions_are_uncorrelated(other: tuple[int, int]) -> None:
+    pair = torch.stack([gumbel_noise(3, 10, 40_000), gumbel_noise(*other, 40_000)])
+    # Standard error 0.005; four of them.
+    assert abs(torch.corrcoef(pair)[0, 1].item()) < 0.02
+
+
+@given(seeds, positions, st.integers(1, 200), st.integers(1, 200))
+def test_a_larger_vocabulary_begins_with_the_noise_of_a_smaller_one(
+    seed: int, position: int, one: int, other: int
+) -> None:
+    small, large = sorted([one, other])
+    expected = gumbel_noise(seed, position, small)
+    torch.testing.assert_close(
+        gumbel_noise(seed, position, large)[:small], expected, rtol=0, atol=1e-6
+    )
+
+
+def test_mean_and_variance_are_those_of_the_gumbel_distribution(draws: torch.Tensor) -> None:
+    # 200,000 draws: standard errors 0.0029 and 0.0077, so tolerances of about four.
+    assert draws.mean().item() == pytest.approx(EULER_GAMMA, abs=0.012)
+    assert draws.var().item() == pytest.approx(math.pi**2 / 6, abs=0.031)
+
+
+def test_distribution_function_is_that_of_the_gumbel_distribution(draws: torch.Tensor) -> None:
+    expected = torch.exp(-torch.exp(-draws.sort().values))
+    empirical = (torch.arange(len(draws), dtype=torch.float64) + 0.5) / len(draws)
+    # Kolmogorov-Smirnov at p = 0.001.
+    assert (expected - empirical).abs().max().item() < 1.95 / math.sqrt(len(draws))
+
+
+@pytest.mark.parametrize("word", [0, MASK, 0xFFFFFFFF, 0xFFFFFFFF << 32, 2**31])
+def test_noise_is_finite_for_the_most_extreme_bits(
+    word: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fixed:
+        def __init__(self, **options: object) -> None:
+            pass
+
+        def random_raw(self, size: int) -> np.ndarray:
+            return np.full(size, word, np.uint64)
+
+    monkeypatch.setattr(np.random, "Philox", Fixed)
+    assert torch.isfinite(gumbel_noise(0, 0, 8)).all()
+
+
+def test_noise_is_finite_over_many_draws(draws: torch.Tensor) -> None:
+    assert torch.isfinite(draws).all()
+
+
+def test_noise_is_float32_of_the_vocabularys_size_even_if_odd() -> None:
+    for vocab_size in (1, 2, 3, 7, 8, 9):
+        noise = gumbel_noise(0, 0, vocab_size)
+        assert noise.dtype == torch.float32
+        assert noise.shape == (vocab_size,)

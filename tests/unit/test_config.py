@@ -1,0 +1,121 @@
+"""Options of one generation: what is refused, and what the message says."""
+
+import dataclasses
+import math
+
+import pytest
+
+from ddtree.config import DecodeConfig
+from ddtree.errors import OptionError, UserError
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+BAD = [
+    ("method", "medusa", "one of ar, dflash, ddtree"),
+    ("method", "", "one of ar, dflash, ddtree"),
+    ("method", None, "one of ar, dflash, ddtree"),
+    ("budget", -1, "a whole number >= 0"),
+    ("budget", 1.5, "a whole number >= 0"),
+    ("budget", "16", "a whole number >= 0"),
+    ("budget", True, "a whole number >= 0"),
+    ("budget", None, "a whole number >= 0"),
+    ("max_new_tokens", 0, "a whole number >= 1"),
+    ("max_new_tokens", -5, "a whole number >= 1"),
+    ("max_new_tokens", 2.0, "a whole number >= 1"),
+    ("max_new_tokens", False, "a whole number >= 1"),
+    ("seed", -1, "a whole number from 0 to 18446744073709551615"),
+    ("seed", 2**64, "a whole number from 0 to 18446744073709551615"),
+    ("seed", 0.0, "a whole number from 0 to 18446744073709551615"),
+    ("seed", None, "a whole number from 0 to 18446744073709551615"),
+    ("top_k", 0, "a whole number >= 1"),
+    ("top_k", -1, "a whole number >= 1"),
+    ("top_k", 5.0, "a whole number >= 1"),
+    ("top_k", True, "a whole number >= 1"),
+    ("temperature", -0.1, "a finite number >= 0"),
+    ("temperature", math.nan, "a finite number >= 0"),
+    ("temperature", math.inf, "a finite number >= 0"),
+    ("temperature", -math.inf, "a finite number >= 0"),
+    ("temperature", 10**400, "a finite number >= 0"),
+    ("temperature", "1", "a finite number >= 0"),
+    ("temperature", None, "a finite number >= 0"),
+    ("temperature", True, "a finite number >= 0"),
+    ("top_p", 0.0, "a number in (0, 1]"),
+    ("top_p", -0.5, "a number in (0, 1]"),
+    ("top_p", 1.01, "a number in (0, 1]"),
+    ("top_p", math.nan, "a number in (0, 1]"),
+    ("top_p", math.inf, "a number in (0, 1]"),
+    ("top_p", "0.9", "a number in (0, 1]"),
+    ("top_p", True, "a number in (0, 1]"),
+    ("stop", "\n", "non-empty strings"),
+    ("stop", ["\n"], "non-empty strings"),
+    ("stop", ("",), "non-empty strings"),
+    ("stop", ("ok", ""), "non-empty strings"),
+    ("stop", (b"\n",), "non-empty strings"),
+    ("stop", (3,), "non-empty strings"),
+    ("stop", None, "non-empty strings"),
+    ("ignore_eos", "no", "True or False"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "expected"), BAD)
+def test_a_bad_value_is_an_error_that_names_argument_expected_and_got(
+    argument: str, value: object, expected: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        DecodeConfig(**{argument: value})
+    error = caught.value
+    assert error.argument == argument
+    assert error.expected == expected
+    assert error.got == repr(value)
+    assert error.remedy.endswith(".")
+    assert str(error) == f"{argument}: expected {expected}, got {value!r}. {error.remedy}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "ar"},
+        {"method": "dflash"},
+        {"budget": 0},
+        {"budget": 10_000},
+        {"temperature": 0},
+        {"temperature": 0.0},
+        {"temperature": 1},
+        {"temperature": 5e-324},
+        {"top_k": 1},
+        {"top_k": None},
+        {"top_p": 1},
+        {"top_p": 1.0},
+        {"top_p": 5e-324},
+        {"seed": 0},
+        {"seed": 2**64 - 1},
+        {"max_new_tokens": 1},
+        {"stop": ()},
+        {"stop": ("\n\n", "END")},
+        {"ignore_eos": True},
+    ],
+)
+def test_values_at_the_borders_are_accepted(options: dict[str, object]) -> None:
+    config = DecodeConfig(**options)
+    assert {name: getattr(config, name) for name in options} == options
+
+
+def test_an_option_error_is_a_user_error_and_a_value_error() -> None:
+    with pytest.raises(ValueError, match="budget"):
+        DecodeConfig(budget=-1)
+    assert issubclass(OptionError, UserError)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="tempreature"):
+        DecodeConfig(tempreature=1.0)
+
+
+def test_options_are_keyword_only() -> None:
+    with pytest.raises(TypeError):
+        DecodeConfig("ar")
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DecodeConfig().budget = 3
