@@ -21,9 +21,7 @@ NUM_NEW = 20
 
 @pytest.fixture(scope="module")
 def pair() -> ddtree.Pair:
-    torch.set_num_threads(2)
-    yield ddtree.load("smollm2-135m")
-    torch.set_num_threads(1)
+    return ddtree.load("smollm2-135m")
 
 
 def first_prompt(suite: str) -> str:
