@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddtree.compare import Comparison, compare
+    from ddtree.comparison import Comparison, compare
     from ddtree.config import DecodeConfig
-    from ddtree.decode import Stages, decode
     from ddtree.draft import Drafter, DraftSession
     from ddtree.errors import UserError
     from ddtree.hf_generate import custom_generate
@@ -36,12 +35,10 @@ _HOME = {
     "build_tree": "ddtree.tree.reference",
     "build_chain": "ddtree.tree.chain",
     "DraftTree": "ddtree.types",
-    "Stages": "ddtree.decode",
-    "decode": "ddtree.decode",
     "Round": "ddtree.types",
     "Generation": "ddtree.types",
-    "compare": "ddtree.compare",
-    "Comparison": "ddtree.compare",
+    "compare": "ddtree.comparison",
+    "Comparison": "ddtree.comparison",
     "custom_generate": "ddtree.hf_generate",
     "UserError": "ddtree.errors",
 }
@@ -58,8 +55,6 @@ __all__ = [  # noqa: RUF022, in the order of the data flow
     "build_tree",
     "build_chain",
     "DraftTree",
-    "Stages",
-    "decode",
     "Round",
     "Generation",
     "compare",

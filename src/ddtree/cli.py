@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -32,6 +33,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+train = typer.Typer(help="Make a drafter for a target, stage by stage.", no_args_is_help=True)
+app.add_typer(train, name="train")
+
+# Options that several commands share.
+_Target = Annotated[str, typer.Option(help="Hub id, local folder, or the embedded smollm2-135m.")]
+_Drafter = Annotated[
+    str | None,
+    typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
+]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+_Dtype = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16 or float16 (auto on CPU: float32).")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +93,8 @@ def _options(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help='The user\'s message, or "-" for standard input.')],
-    target: Annotated[
-        str, typer.Option(help="Hub id, local folder, or the embedded smollm2-135m.")
-    ] = "smollm2-135m",
-    drafter: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
-    ] = None,
+    target: _Target = "smollm2-135m",
+    drafter: _Drafter = None,
     method: Annotated[
         str, typer.Option(help="ddtree (draft tree), dflash (chain) or ar (plain decoding).")
     ] = "ddtree",
@@ -110,10 +119,8 @@ def generate(
         str | None, typer.Option(help="System message.", show_default="the template's")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16 (auto on CPU: float32).")
-    ] = "auto",
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -149,15 +156,46 @@ def generate(
         _generate(pair, request, config, as_json=as_json)
 
 
+@train.command("respond")
+def train_respond(
+    prompts: Annotated[
+        list[Path], typer.Option(help="JSON lines with a prompt or turns; .gz too; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for responses.jsonl; resumed if it is there.")],
+    target: _Target = "smollm2-135m",
+    max_new_tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 192,
+    num_rows: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 32,
+    temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 0.8,
+    sampled_share: Annotated[
+        float, typer.Option(help="Share that is sampled; the others are greedy.")
+    ] = 0.4,
+    samples_per_prompt: Annotated[
+        int, typer.Option(help="Responses per prompt; from the second on all are sampled.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Decides what is sampled, and how.")] = 0,
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+) -> None:
+    """Let the target answer prompts, as text for a drafter to learn from."""
+    from ddtree.train.respond import RespondConfig
+    from ddtree.train.run import run_respond
+
+    config = RespondConfig(
+        max_new_tokens=max_new_tokens,
+        num_rows=num_rows,
+        temperature=temperature,
+        sampled_share=sampled_share,
+        samples_per_prompt=samples_per_prompt,
+        seed=seed,
+    )
+    pair = _load(target, None, device, dtype, needs_drafter=False)
+    run_respond(pair.target, prompts, out, config, Console(stderr=True))
+
+
 @app.command()
 def doctor(
-    target: Annotated[
-        str, typer.Option(help="Hub id, local folder or embedded alias.")
-    ] = "smollm2-135m",
-    drafter: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
-    ] = None,
+    target: _Target = "smollm2-135m",
+    drafter: _Drafter = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what is installed, which backends work, and whether target and drafter fit together."""
@@ -210,7 +248,7 @@ def _finish(generation: Generation, *, as_json: bool) -> None:
 
 def _compare(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bool) -> None:
     from ddtree import report
-    from ddtree.compare import compare
+    from ddtree.comparison import compare
 
     comparison = compare(pair, request.messages, config, raw=request.raw)
     if as_json:

@@ -9,6 +9,8 @@ from ddtree.errors import OptionError
 from ddtree.types import METHODS, Method
 
 MAX_SEED = 2**64 - 1
+# A verify forward of more rows costs more than any tree can win, and its mask is N x N.
+MAX_BUDGET = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class DecodeConfig:
 
     Args:
         method: "ar" (plain decoding), "dflash" (chain) or "ddtree" (tree).
-        budget: B, the most nodes of a round besides the root; 0 means no speculation.
+        budget: B, the most nodes of a round besides the root; 0 means no speculation; at most 4096.
         temperature: 0 is greedy; above 0 sampling with noise by seed and position.
         top_k: keep the k most probable tokens; None keeps all. Without effect when greedy.
         top_p: keep the fewest tokens whose mass reaches p, in (0, 1]; None keeps all. Likewise.
@@ -51,7 +53,13 @@ class DecodeConfig:
                 got=repr(self.method),
                 remedy="Use ddtree for draft trees, dflash for the chain, ar for plain decoding.",
             )
-        _check_int("budget", self.budget, low=0, remedy="16 is a good start; 0 does not speculate.")
+        _check_int(
+            "budget",
+            self.budget,
+            low=0,
+            high=MAX_BUDGET,
+            remedy="16 is a good start; 0 does not speculate.",
+        )
         _check_int("max_new_tokens", self.max_new_tokens, low=1, remedy="Ask for a token or more.")
         _check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="Any such number will do.")
         if self.top_k is not None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ddtree.attention.backends import BACKENDS
 from ddtree.attention.visibility import visible
-from ddtree.errors import UserError
+from ddtree.errors import BackendError, UserError
 from ddtree.models import zoo
 from ddtree.models.loading import check_pair, read_drafter_config, read_target_shape
 from ddtree.report import Json, versions
@@ -110,11 +110,20 @@ def _devices() -> list[Check]:
 
 def _backend_check(name: str) -> Callable[[], str]:
     def look() -> str:
-        ancestors = torch.tensor([[True, False], [True, True]])
-        mask = BACKENDS[name](visible(ancestors, torch.arange(2), 1, None), torch.float32)
-        rows = torch.zeros(1, 1, 2, 4)
-        context = torch.zeros(1, 1, 3, 4)
-        torch.nn.functional.scaled_dot_product_attention(rows, context, context, attn_mask=mask)
+        # A root with two children, one entry of context; values of one say which were looked at.
+        ancestors = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
+        expected = visible(ancestors, torch.tensor([0, 1, 1]), 1, None)
+        mask = BACKENDS[name](expected, torch.float32)
+        rows, keys = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 4, 4)
+        values = torch.eye(4)[None, None]
+        seen = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        if not torch.equal(seen[0, 0] > 0, expected):
+            raise BackendError(
+                f"attention {name}",
+                expected="rows that see their ancestors alone",
+                got="other rows",
+                remedy="Use another version of torch, and tell us which one this is.",
+            )
         return f"tree mask works ({'boolean' if mask.dtype == torch.bool else 'additive'})"
 
     return look

@@ -6,6 +6,8 @@ turns any `UserError` into one line on standard error and exit code 2. Bugs of o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake that the user can mend.
@@ -70,3 +72,20 @@ class BackendError(UserError):
 
 class MarginalsError(UserError):
     """Marginals that no tree can be built from: NaN, unsorted, or of mismatched shapes."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another library's message, for a message of ours."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """Names in a row, cut short where there are too many to read.
+
+    >>> listed("abc", limit=2)
+    'a, b and 1 more'
+    """
+    items = list(names)
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

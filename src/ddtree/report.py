@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ddtree import __version__
-from ddtree.compare import Comparison
+from ddtree.comparison import Comparison
 from ddtree.pair import Pair
 from ddtree.types import Generation, StageSeconds
 
@@ -71,7 +71,11 @@ def comparison_json(comparison: Comparison) -> Json:
     """What `ddtree generate --compare --json` prints."""
     return {
         "agree": comparison.agree,
-        "divergences": [asdict(d) for d in comparison.divergences],
+        # A rule that leaves a single token has an infinite gap, which JSON does not know.
+        "divergences": [
+            {**asdict(d), "gap": d.gap if math.isfinite(d.gap) else None}
+            for d in comparison.divergences
+        ],
         "speedup": {g.method: comparison.speedup(g) for g in comparison.generations},
         "generations": [generation_json(g) for g in comparison.generations],
     }

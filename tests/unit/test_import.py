@@ -28,18 +28,7 @@ def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
     assert done.stderr == ""
 
 
-def public_names() -> list[object]:
-    """All of them; those that are also the name of a module are not what they should be yet."""
-    hidden = pytest.mark.xfail(
-        strict=True, reason="the module of this name hides the function once it is imported"
-    )
-    return [
-        pytest.param(name, marks=hidden if ddtree._HOME[name] == f"ddtree.{name}" else ())
-        for name in ddtree.__all__
-    ]
-
-
-@pytest.mark.parametrize("name", public_names())
+@pytest.mark.parametrize("name", ddtree.__all__)
 def test_every_public_name_resolves_whatever_was_imported_before(name: str) -> None:
     for module in ddtree._HOME.values():
         import_module(module)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ddtree
-from ddtree.compare import Comparison, Divergence, compare
+from ddtree.comparison import Comparison, Divergence, compare
 from ddtree.config import DecodeConfig
 from ddtree.errors import ContextLengthError, OptionError, PromptError
 from ddtree.models.target import Target

@@ -272,12 +272,12 @@ def test_a_stop_string_of_characters_split_over_tokens_is_found() -> None:
     assert (stream.take(), stream.text) == ("a", "a")
 
 
-def test_a_stop_string_in_text_held_back_as_incomplete_is_found_by_finish() -> None:
+def test_a_stop_string_in_text_held_back_as_incomplete_is_found_at_once() -> None:
     tokenizer = Tokenizer(models.WordLevel({"aS": 0, f"TOP{HALF}": 1}, unk_token="aS"))
     tokenizer.decoder = decoders.Fuse()
     stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [STOP])
     stream.push(0)
-    stream.push(1)
+    assert stream.push(1)
     stream.finish()
     assert (stream.take(), stream.text) == ("a", "a")
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ddtree.attention.backends import mask_maker
 from ddtree.attention.visibility import visible
+from ddtree.cache.batch import BatchCache
 from ddtree.cache.hf import TargetCache, cache_argument
 from ddtree.errors import OptionError, UnsupportedModelError
 
@@ -66,12 +67,7 @@ class Target:
     ) -> None:
         self.config: Any = model.config
         if self.config.model_type not in SUPPORTED_MODEL_TYPES:
-            raise UnsupportedModelError(
-                "target",
-                expected=f"an architecture among {', '.join(SUPPORTED_MODEL_TYPES)}",
-                got=f"{self.config.model_type!r} ({name})",
-                remedy="Its attention or state may need a tree mask that is not tested yet.",
-            )
+            raise unsupported_architecture(self.config.model_type, name)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
@@ -185,6 +181,36 @@ class Target:
             token_ids, cache.length + depths, cache, {"attention_mask": mask}, capture
         )
 
+    def run_batch(self, token_ids: Int64[Tensor, "R M"], cache: BatchCache) -> Float[Tensor, "R V"]:
+        """Feed independent requests side by side; logits of each one's last token.
+
+        Args:
+            token_ids: the whole prompt of the one row that the cache is filling, or else the last
+                token of every row.
+            cache: grows in place; the caller counts its lengths.
+        """
+        if cache.filling is None:
+            positions = cache.lengths[:, None]
+            masks = {
+                kind: self._mask(cache.visible(window), self.dtype).permute(2, 0, 1, 3)
+                for kind, window in self._windows.items()
+            }
+            mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
+        else:
+            positions = torch.arange(token_ids.shape[1], device=self.device)[None]
+            mask = None
+        result = self.model(
+            input_ids=token_ids,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=True,
+            return_dict=True,
+            logits_to_keep=1,
+            **{self._cache_argument: cache},
+        )
+        logits: Tensor = result.logits[:, -1]
+        return logits
+
     def _masks(self, ancestors: Tensor, depths: Tensor, context_length: int) -> Any:
         """One mask, or one per layer type where the model mixes windows."""
         masks = {
@@ -213,6 +239,16 @@ class Target:
         features = [outputs[layer] for layer in capture]
         joined = torch.cat(features, dim=-1) if features else result.logits.new_empty((0, 0))
         return TargetOutput(result.logits[0], joined)
+
+
+def unsupported_architecture(model_type: object, name: str) -> UnsupportedModelError:
+    """The error for a target of an architecture that is not among the tested ones."""
+    return UnsupportedModelError(
+        "target",
+        expected=f"an architecture among {', '.join(SUPPORTED_MODEL_TYPES)}",
+        got=f"{model_type!r} ({name})",
+        remedy="Its attention or state may need a tree mask that is not tested yet.",
+    )
 
 
 @contextmanager
@@ -268,20 +304,17 @@ def pick_device(device: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    present = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if not present.get(device.split(":")[0], False):
-        here = ", ".join(name for name, is_here in present.items() if is_here)
-        raise OptionError(
-            "device",
-            expected=f"auto or a device of this machine ({here})",
-            got=repr(device),
-            remedy="Run `ddtree doctor` to see what is installed.",
-        )
-    return torch.device(device)
+    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        here.append("mps")
+    if device in here or (device == "cuda" and torch.cuda.is_available()):
+        return torch.device(device)
+    raise OptionError(
+        "device",
+        expected=f"auto or a device of this machine ({', '.join(here)})",
+        got=repr(device),
+        remedy="Run `ddtree doctor` to see what is installed.",
+    )
 
 
 DTYPES = {

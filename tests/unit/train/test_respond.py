@@ -1,0 +1,194 @@
+"""The stage "respond": each answer is the target's own, whatever decodes beside it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ddtree.errors import CheckpointError, OptionError, PromptError
+from ddtree.models.target import Target
+from ddtree.pair import Pair
+from ddtree.train.prompts import TrainingPrompt, read_prompts
+from ddtree.train.respond import RespondConfig, Response, respond
+from ddtree.train.run import run_respond
+from tests.support.models import tiny_model
+from tests.support.tokenizers import tiny_tokenizer
+
+TEXTS = ["hello", "why not", "the lazy dog jumps over the fox", "w", "brown fox", "over", "hi dog"]
+PROMPTS = [TrainingPrompt(source="test", prompt=text) for text in TEXTS]
+
+
+def target(architecture: str = "llama") -> Target:
+    return Target(tiny_model(architecture), tiny_tokenizer(), name=f"tiny {architecture}")
+
+
+def said(responses: list[Response]) -> dict[int, tuple[int, ...]]:
+    return {r.index: r.response_ids for r in responses}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral-window", "qwen2-mixed", "qwen3-tied"])
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_a_greedy_answer_is_that_of_plain_decoding(architecture: str, num_rows: int) -> None:
+    config = RespondConfig(max_new_tokens=20, num_rows=num_rows, sampled_share=0)
+    answers = {r.prompt: r for r in respond(target(architecture), PROMPTS, config)}
+    assert len(answers) == len(PROMPTS)
+    pair = Pair(target(architecture), None)
+    for prompt in PROMPTS:
+        alone = pair.generate(prompt.prompt, method="ar", max_new_tokens=20)
+        assert answers[prompt.prompt].response_ids == alone.token_ids
+        assert answers[prompt.prompt].finished == (alone.finish_reason == "stop")
+
+
+def test_a_sampled_answer_does_not_depend_on_its_neighbours() -> None:
+    options = {"max_new_tokens": 15, "sampled_share": 1.0, "samples_per_prompt": 3}
+    runs = [
+        said(list(respond(target(), PROMPTS, RespondConfig(num_rows=rows, **options))))
+        for rows in (1, 4, 32)
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    assert len(runs[0]) == 3 * len(PROMPTS)
+    assert len({runs[0][i] for i in range(3)}) == 3, "samples of one prompt differ"
+
+
+def test_the_share_that_is_sampled_is_about_the_share_asked_for() -> None:
+    prompts = [TrainingPrompt(source="test", prompt=f"hello {i}") for i in range(200)]
+    config = RespondConfig(max_new_tokens=1, sampled_share=0.4, temperature=0.7)
+    temperatures = [r.temperature for r in respond(target(), prompts, config)]
+    assert set(temperatures) == {0.0, 0.7}
+    assert 55 < temperatures.count(0.7) < 105
+
+
+def test_a_stop_token_ends_an_answer_and_frees_its_row() -> None:
+    model = tiny_model("llama")
+    free = list(respond(target(), PROMPTS, RespondConfig(max_new_tokens=12, sampled_share=0)))
+    stop_id = free[0].response_ids[4]
+    model.generation_config.eos_token_id = stop_id
+    try:
+        config = RespondConfig(max_new_tokens=12, num_rows=2, sampled_share=0)
+        stopped = {r.index: r for r in respond(target(), PROMPTS, config)}
+    finally:
+        model.generation_config.eos_token_id = None
+    for response in free:
+        ids = response.response_ids
+        end = ids.index(stop_id) + 1 if stop_id in ids else len(ids)
+        assert stopped[response.index].response_ids == ids[:end]
+        assert stopped[response.index].finished == (stop_id in ids)
+
+
+class KilledError(Exception):
+    """Stands for a kill."""
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return file
+
+
+def run(prompt_file: Path, out: Path, **options: object) -> list[dict[str, object]]:
+    config = RespondConfig(**{"max_new_tokens": 10, "num_rows": 2, **options})
+    run_respond(target(), [prompt_file], out, config, Console(quiet=True))
+    lines = (out / "responses.jsonl").read_text().splitlines()
+    return sorted((json.loads(line) for line in lines), key=lambda r: r["index"])
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_answers(
+    prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(prompt_file, tmp_path / "whole")
+
+    def killed(*args: object, **kwargs: object) -> object:
+        for number, response in enumerate(respond(*args, **kwargs)):
+            if number == 3:
+                raise KilledError
+            yield response
+
+    monkeypatch.setattr("ddtree.train.run.respond", killed)
+    with pytest.raises(KilledError):
+        run(prompt_file, tmp_path / "cut")
+    file = tmp_path / "cut" / "responses.jsonl"
+    with file.open("a") as opened:
+        opened.write('{"index": 5, "source": "te')  # a kill in the middle of a line
+    monkeypatch.undo()
+    asked: list[int] = []
+
+    def counted(*args: object, done: frozenset[int]) -> object:
+        asked.append(len(TEXTS) - len(done))
+        return respond(*args, done=done)
+
+    monkeypatch.setattr("ddtree.train.run.respond", counted)
+    assert run(prompt_file, tmp_path / "cut", num_rows=3) == whole
+    assert asked == [len(TEXTS) - 3]
+    assert run(prompt_file, tmp_path / "cut") == whole, "a finished run stays as it is"
+
+
+def test_a_folder_of_another_run_is_refused_by_what_changed(
+    prompt_file: Path, tmp_path: Path
+) -> None:
+    run(prompt_file, tmp_path / "out")
+    before = (tmp_path / "out" / "responses.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="other values of max_new_tokens, seed"):
+        run(prompt_file, tmp_path / "out", max_new_tokens=11, seed=1)
+    assert (tmp_path / "out" / "responses.jsonl").read_bytes() == before
+
+
+def write(lines: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / "p.jsonl").write_text(lines)
+        return folder / "p.jsonl"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "none.jsonl", "none.jsonl: expected a readable file"),
+        (write(""), "expected prompts, got an empty file"),
+        (write('{"prompt": "hi"}\n{"prompt": \n'), "line 2: expected an object"),
+        (write('["hi"]\n'), "line 1"),
+        (write('{"prompt": ""}\n'), "line 1"),
+        (write('{"prompt": 3}\n'), "line 1"),
+        (write('{"turns": []}\n'), "line 1"),
+    ],
+)
+def test_a_bad_prompt_file_is_named_with_its_line(
+    make: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PromptError, match=message):
+        read_prompts([make(tmp_path)])
+
+
+def test_prompts_come_from_plain_and_zipped_files_once_each(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n\n{"turns": ["two", "more"]}\n')
+    zipped = gzip.compress(b'{"prompt": "two"}\n{"prompt": "three", "source": "s"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(zipped)
+    found = read_prompts([tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"])
+    assert [(p.source, p.prompt) for p in found] == [("a", "one"), ("a", "two"), ("s", "three")]
+
+
+def test_a_target_without_a_chat_template_is_an_error() -> None:
+    bare = Target(tiny_model("llama"), None, name="bare")
+    with pytest.raises(PromptError, match="no tokenizer"):
+        list(respond(bare, PROMPTS, RespondConfig()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_rows": 0},
+        {"samples_per_prompt": 0},
+        {"sampled_share": 1.5},
+        {"temperature": -1.0},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        RespondConfig(**options)
