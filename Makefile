@@ -1,6 +1,7 @@
 # make demo   from nothing to generated text: environment, install, embedded default, the main job
 # make test   the same environment: lint, types, all tests, the oldest transformers
-# Both rest on `make setup`, which makes .venv and does nothing when it is up to date.
+# make bench  the numbers of the README, again (half an hour on two cores)
+# All rest on `make setup`, which makes .venv and does nothing when it is up to date.
 #
 # On Linux without an NVIDIA GPU, PyPI's torch brings several GB of CUDA along. Avoid it with
 #   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
@@ -48,7 +49,8 @@ oldest: .oldest/.ready
 	@touch $@
 
 bench: setup
-	$(BIN)/python benchmarks/first_light.py --out benchmarks/results
+	$(BIN)/python benchmarks/first_light.py --limit 8 --max-new-tokens 64 --out benchmarks/results
+	$(BIN)/python benchmarks/memory.py --context 2000 --max-new-tokens 32 --out benchmarks/results
 
 clean:
 	rm -rf .venv .oldest .mypy_cache .ruff_cache .pytest_cache

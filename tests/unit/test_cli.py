@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 import ddtree
 from ddtree import cli
-from ddtree.models import loading
+from ddtree.models import folder as model_folder
 from ddtree.types import METHODS
 from tests.support.checkpoints import edit_json, write_drafter, write_target
 from tests.support.models import VOCAB_SIZE
@@ -357,7 +357,7 @@ def assert_refused(done: Ran, *named: str) -> None:
 
 
 BAD_OPTIONS = [
-    (("--budget", "-1"), "budget: expected a whole number >= 0, got -1"),
+    (("--budget", "-1"), "budget: expected a whole number from 0 to 4096, got -1"),
     (("--temperature", "-0.5"), "temperature: expected a finite number >= 0, got -0.5"),
     (("--temperature", "nan"), "temperature: expected a finite number"),
     (("--top-p", "0"), "top_p: expected a number in (0, 1], got 0.0"),
@@ -518,7 +518,7 @@ def test_what_cannot_be_fetched_is_one_line_and_exit_code_2(
     def download(*args: object, **options: object) -> str:
         raise failure
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(model_folder, "snapshot_download", download)
     assert_refused(run("generate", "hello", "--target", "owner/model"), named)
 
 

@@ -50,7 +50,8 @@ def _of_file(file: Path) -> Iterator[TrainingPrompt]:
 def _lines(file: Path) -> list[str]:
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        return raw.decode("utf-8").splitlines()
+        # Not splitlines: it also cuts at U+2028 and the like, which JSON allows inside a string.
+        return raw.decode("utf-8").split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise PromptError(
             str(file),

@@ -279,8 +279,7 @@ class ResponseFile:
         if len(whole) < len(raw):
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
-        lines = whole.decode("utf-8").splitlines()
-        found = [json.loads(line) for line in lines]
+        found = [json.loads(line) for line in whole.decode("utf-8").split("\n") if line]
         return [Response(**{**r, "response_ids": tuple(r["response_ids"])}) for r in found]
 
 

@@ -27,6 +27,7 @@ from ddtree.errors import (
     UnsupportedModelError,
     UserError,
 )
+from ddtree.models import folder as model_folder
 from ddtree.models import loading
 from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.loading import load_drafter, load_target
@@ -261,7 +262,7 @@ def test_a_mask_embedding_on_the_hub_is_fetched_so_that_it_can_be_refused(
         assert not (snapshot / "README.md").exists()
         return str(snapshot)
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(model_folder, "snapshot_download", download)
     refusal(
         UnsupportedModelError, lambda: load_drafter("owner/drafter", target), "mask_embedding.pt"
     )
@@ -450,7 +451,7 @@ def test_no_network_is_a_model_not_found(
     def download(*args: object, **options: object) -> str:
         raise failure
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(model_folder, "snapshot_download", download)
     refusal(ModelNotFoundError, lambda: load_target("owner/model"), "'owner/model'", "network")
     refusal(ModelNotFoundError, lambda: load_drafter("owner/model", target), "'owner/model'")
     refusal(ModelNotFoundError, lambda: loading.read_target_shape("owner/model"), "'owner/model'")
@@ -466,7 +467,7 @@ def test_an_http_error_is_a_model_not_found(monkeypatch: pytest.MonkeyPatch) -> 
         OSError.__init__(error, "401 Client Error: gated repository")
         raise error
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(model_folder, "snapshot_download", download)
     refusal(ModelNotFoundError, lambda: load_target("owner/gated"), "401 Client Error", "HF_TOKEN")
 
 
@@ -477,7 +478,7 @@ def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_network(
     def download(*args: object, **options: object) -> str:
         raise OSError(number, "no luck", "/cache/blob")
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(model_folder, "snapshot_download", download)
     message = refusal(CacheWriteError, lambda: load_target("owner/model"), "/cache/blob", "HF_HOME")
     assert "network" not in message
 
@@ -670,3 +671,11 @@ def test_the_index_of_the_shards_does_not_have_to_be_there(tmp_path: Path, targe
     assert len(index["weight_map"]) == 25
     (folder / "model.safetensors.index.json").unlink()
     assert isinstance(load_drafter(folder, target), DFlashDrafter)
+
+
+def test_a_broken_generation_config_is_an_error_since_stop_tokens_would_be_lost(
+    tmp_path: Path,
+) -> None:
+    folder = write_target(tmp_path)
+    (folder / "generation_config.json").write_text("{")
+    refusal(CheckpointError, lambda: load_target(folder), "generation_config.json")

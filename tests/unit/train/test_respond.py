@@ -173,6 +173,11 @@ def test_prompts_come_from_plain_and_zipped_files_once_each(tmp_path: Path) -> N
     assert [(p.source, p.prompt) for p in found] == [("a", "one"), ("a", "two"), ("s", "three")]
 
 
+def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a\u2028b\u0085c"}\n', encoding="utf-8")
+    assert [p.prompt for p in read_prompts([tmp_path / "p.jsonl"])] == ["a\u2028b\u0085c"]
+
+
 def test_a_target_without_a_chat_template_is_an_error() -> None:
     bare = Target(tiny_model("llama"), None, name="bare")
     with pytest.raises(PromptError, match="no tokenizer"):
