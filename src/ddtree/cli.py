@@ -250,12 +250,14 @@ def _compare(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bo
     from ddtree import report
     from ddtree.comparison import compare
 
-    comparison = compare(pair, request.messages, config, raw=request.raw)
+    console = Console(stderr=True)
+    with console.status("") as status:
+        comparison = compare(pair, request.messages, config, raw=request.raw, say=status.update)
     if as_json:
         typer.echo(json.dumps(report.comparison_json(comparison)))
     else:
         typer.echo(comparison.generations[0].text)
-        report.show_comparison(comparison, pair, Console(stderr=True))
+        report.show_comparison(comparison, pair, console)
     if not comparison.agree and str(pair.target.dtype) == "torch.float32":
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,7 +54,12 @@ class Comparison:
 
 
 def compare(
-    pair: Pair, prompt: Prompt, config: DecodeConfig | None = None, *, raw: bool = False
+    pair: Pair,
+    prompt: Prompt,
+    config: DecodeConfig | None = None,
+    *,
+    raw: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Run ar, dflash and ddtree one after another, after a short warm-up of each.
 
@@ -62,6 +68,7 @@ def compare(
         prompt: text, chat messages or token ids.
         config: `method` is ignored; `budget` is the tree's, the chain has all of its L nodes.
         raw: take a text prompt as it is.
+        say: told what runs now.
 
     Raises:
         UserError: as `Pair.generate`.
@@ -75,13 +82,19 @@ def compare(
     ]
     for arm in arms:
         pair.run(prompt_ids, arm)  # checks the options of every arm before any work
+    tell = say or (lambda message: None)
+    tell("warming up")
     for arm in arms:
         short = min(config.max_new_tokens, _WARM_UP_TOKENS)
         _generate(pair, prompt_ids, replace(arm, max_new_tokens=short))
-    generations = tuple(_generate(pair, prompt_ids, arm) for arm in arms)
-    baseline = generations[0]
-    found = (_divergence(pair, prompt_ids, config, baseline, g) for g in generations[1:])
-    return Comparison(generations=generations, divergences=tuple(d for d in found if d is not None))
+    generations = []
+    for arm in arms:
+        tell(f"running {arm.method} ({len(generations) + 1} of {len(arms)})")
+        generations.append(_generate(pair, prompt_ids, arm))
+    found = [_divergence(pair, prompt_ids, config, generations[0], g) for g in generations[1:]]
+    return Comparison(
+        generations=tuple(generations), divergences=tuple(d for d in found if d is not None)
+    )
 
 
 def _generate(pair: Pair, prompt_ids: list[int], config: DecodeConfig) -> Generation:
