@@ -87,7 +87,7 @@ def compare(
     for arm in arms:
         short = min(config.max_new_tokens, _WARM_UP_TOKENS)
         _generate(pair, prompt_ids, replace(arm, max_new_tokens=short))
-    generations = []
+    generations: list[Generation] = []
     for arm in arms:
         tell(f"running {arm.method} ({len(generations) + 1} of {len(arms)})")
         generations.append(_generate(pair, prompt_ids, arm))
