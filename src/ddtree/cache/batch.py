@@ -76,11 +76,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         self.rows: Int64[Tensor, " R"] = torch.arange(num_rows, device=device)
         self.lengths: Int64[Tensor, " R"] = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.filling: int | None = None
+        self.span = 1
 
-    @property
-    def span(self) -> int:
-        """Columns that the longest row needs in this step, its new token included."""
-        return int(self.lengths.max()) + 1
+    def begin_step(self) -> None:
+        """Fix the columns that the longest row needs in this step, its new token included.
+
+        Asked once a step and not once a layer: on a GPU it is a synchronisation.
+        """
+        self.span = int(self.lengths.max()) + 1
 
     def visible(self, window: int | None) -> Bool[Tensor, "R S"]:
         """What each row's new token sees: its own entries and itself, within the window."""

@@ -6,7 +6,7 @@ embedding and head to the drafter. Knows no tree and no drafter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -176,7 +176,12 @@ class Target:
             cache: holds the context.
             capture: 0-based ids of the layers whose outputs are wanted.
         """
-        mask = None if token_ids.shape[0] == 1 else self._masks(ancestors, depths, cache.length)
+        mask = None
+        if token_ids.shape[0] > 1:
+            length = cache.length
+            mask = self._masks(
+                lambda window: self._mask(visible(ancestors, depths, length, window), self.dtype)
+            )
         return self._forward(
             token_ids, cache.length + depths, cache, {"attention_mask": mask}, capture
         )
@@ -190,12 +195,11 @@ class Target:
             cache: grows in place; the caller counts its lengths.
         """
         if cache.filling is None:
+            cache.begin_step()
             positions = cache.lengths[:, None]
-            masks = {
-                kind: self._mask(cache.visible(window), self.dtype).permute(2, 0, 1, 3)
-                for kind, window in self._windows.items()
-            }
-            mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
+            mask = self._masks(
+                lambda window: self._mask(cache.visible(window), self.dtype).permute(2, 0, 1, 3)
+            )
         else:
             positions = torch.arange(token_ids.shape[1], device=self.device)[None]
             mask = None
@@ -211,12 +215,9 @@ class Target:
         logits: Tensor = result.logits[:, -1]
         return logits
 
-    def _masks(self, ancestors: Tensor, depths: Tensor, context_length: int) -> Any:
+    def _masks(self, of_window: Callable[[int | None], Tensor]) -> Any:
         """One mask, or one per layer type where the model mixes windows."""
-        masks = {
-            layer_type: self._mask(visible(ancestors, depths, context_length, window), self.dtype)
-            for layer_type, window in self._windows.items()
-        }
+        masks = {kind: of_window(window) for kind, window in self._windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _forward(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -102,7 +102,11 @@ class _Request:
     num_prompt_tokens: int
     temperature: float
     rule: Greedy | Sampling
-    response_ids: list[int] = field(default_factory=list)
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """What has been answered so far."""
+        return tuple(self.token_ids[self.num_prompt_tokens :])
 
 
 def respond(
@@ -212,9 +216,9 @@ class _Batch:
         """Decide a row's next token; its response, if that was the last."""
         token = int(request.rule.scores(logits, len(request.token_ids)).argmax())
         request.token_ids.append(token)
-        request.response_ids.append(token)
         finished = token in self._target.eos_token_ids
-        if not finished and len(request.response_ids) < self._max_new_tokens:
+        num_new = len(request.token_ids) - request.num_prompt_tokens
+        if not finished and num_new < self._max_new_tokens:
             return None
         self._requests[row] = None
         self._cache.lengths[row] = 0
@@ -223,7 +227,7 @@ class _Batch:
             source=request.prompt.source,
             prompt=request.prompt.prompt,
             temperature=request.temperature,
-            response_ids=tuple(request.response_ids),
+            response_ids=request.response_ids,
             finished=finished,
         )
 
