@@ -161,9 +161,11 @@ def _pair(target: str, drafter: str | None) -> list[Check]:
     def fits() -> str:
         config = read_drafter_config(source)
         check_pair(config, shape, source)
+        size = config.draft_vocab_size
+        vocabulary = "" if size is None else f"draft vocabulary {size}, "
         return (
-            f"{source}: block size {config.block_size}, {config.num_layers} layers, features of "
-            f"target layers {', '.join(map(str, config.target_layer_ids))}; fits"
+            f"{source}: block size {config.block_size}, {config.num_layers} layers, {vocabulary}"
+            f"features of target layers {', '.join(map(str, config.target_layer_ids))}; fits"
         )
 
     return [*checks, _attempt("drafter", fits)]

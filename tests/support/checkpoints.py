@@ -72,6 +72,7 @@ def write_drafter(
     edit: Callable[[Tensors], object] | None = None,
     sharded: bool = False,
     prefix: str = "",
+    draft_token_ids: list[int] | None = None,
     **changes: object,
 ) -> Path:
     """A DFlash drafter that fits the tiny models.
@@ -82,6 +83,7 @@ def write_drafter(
         edit: changes the tensors in place before they are written.
         sharded: two files with an index in place of one.
         prefix: put before each tensor's name, such as "model.".
+        draft_token_ids: of a reduced vocabulary; its side file, and its size in `config.json`.
         changes: to `config.json`; a key with None is left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +92,11 @@ def write_drafter(
     if edit is not None:
         edit(tensors)
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    if draft_token_ids is not None:
+        size = {"draft_vocab_size": len(draft_token_ids)}
+        config["dflash_config"] = {**config["dflash_config"], **size}
+        vocabulary = json.dumps({"token_ids": draft_token_ids})
+        (folder / "draft_vocabulary.json").write_text(vocabulary)
     (folder / "config.json").write_text(json.dumps(config))
     if not sharded:
         save_file(tensors, folder / "model.safetensors")

@@ -7,8 +7,10 @@ target only by its embedding and head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -28,7 +30,7 @@ _Rotation = tuple[Tensor, Tensor]
 
 
 def _rotate(states: Tensor, rotation: _Rotation) -> Tensor:
-    """Apply RoPE to [1, H, S, d] with cos and sin [1, S, d]."""
+    """Apply RoPE to [R, H, S, d] with cos and sin [1 or R, S, d]."""
     cos, sin = rotation
     rotated: Tensor = states * cos[:, None] + rotate_half(states) * sin[:, None]
     return rotated
@@ -53,7 +55,7 @@ class _Attention(nn.Module):
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
     def keys_values(self, x: Tensor, rotation: _Rotation) -> tuple[Tensor, Tensor]:
-        """Keys (normed, rotated) and values of rows x [1, S, D], each [1, H, S, d]."""
+        """Keys (normed, rotated) and values of rows x [R, S, D], each [R, H, S, d]."""
         keys = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
         return _rotate(keys, rotation), self._heads(self.v_proj(x)).transpose(1, 2)
 
@@ -61,13 +63,20 @@ class _Attention(nn.Module):
         self, x: Tensor, rotation: _Rotation, store: KVStore, mask: Tensor | None
     ) -> Tensor:
         """Attend from block rows x [1, b, D]; the store is left as it was."""
-        queries = _rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rotation)
         context_length = store.length
         store.append(*self.keys_values(x, rotation))
-        attended = functional.scaled_dot_product_attention(
-            queries, store.keys, store.values, attn_mask=mask, enable_gqa=True
-        )
+        attended = self.attend(x, rotation, store.keys, store.values, mask)
         store.crop(context_length)
+        return attended
+
+    def attend(
+        self, x: Tensor, rotation: _Rotation, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Attend from rows x [S, Q, D] to keys and values [S, H, M, d]."""
+        queries = _rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), rotation)
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=True
+        )
         projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
@@ -84,6 +93,19 @@ class _Layer(nn.Module):
         self, h: Tensor, rotation: _Rotation, store: KVStore, mask: Tensor | None
     ) -> Tensor:
         h = h + self.self_attn(self.input_layernorm(h), rotation, store, mask)
+        return self._feed_forward(h)
+
+    def packed(
+        self, h: Tensor, rotation: _Rotation, context: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
+        """The same for many blocks side by side, h [S, Q, D], behind keys and values of context."""
+        x = self.input_layernorm(h)
+        keys, values = self.self_attn.keys_values(x, rotation)
+        keys, values = torch.cat([context[0], keys], 2), torch.cat([context[1], values], 2)
+        h = h + self.self_attn.attend(x, rotation, keys, values, mask)
+        return self._feed_forward(h)
+
+    def _feed_forward(self, h: Tensor) -> Tensor:
         out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
         return out
 
@@ -135,6 +157,35 @@ class DFlashNetwork(nn.Module):
         normed: Tensor = self.norm(h[0])
         return normed
 
+    def forward_packed(
+        self,
+        features: Float[Tensor, "S T F"],
+        blocks: Float[Tensor, "S Q D"],
+        positions: Int64[Tensor, "S Q"],
+        masks: Sequence[Bool[Tensor, "S 1 Q T+Q"]],
+    ) -> Float[Tensor, "S Q D"]:
+        """Many blocks of S sequences in one pass, for training; see `train.packing`.
+
+        Args:
+            features: of positions [0, T) of each sequence, padded at the end.
+            blocks: embedded slots of all blocks of a sequence, side by side.
+            positions: of each slot.
+            masks: per layer, which slot sees which of the T positions and Q slots.
+
+        Returns:
+            Final-normed hidden states per slot, as `forward` gives for one block.
+        """
+        c = self.hidden_norm(self.fc(features))
+        context_rotation = self._rotation(c, 0, features.shape[1])
+        cos, sin = self.rotary(blocks, positions)
+        h = blocks
+        for layer, mask in zip(self.layers, masks, strict=True):
+            assert isinstance(layer, _Layer)
+            context = layer.self_attn.keys_values(c, context_rotation)
+            h = layer.packed(h, (cos, sin), context, mask)
+        normed: Tensor = self.norm(h)
+        return normed
+
     def _rotation(self, like: Tensor, start: int, end: int) -> _Rotation:
         positions = torch.arange(start, end, device=like.device)[None]
         cos, sin = self.rotary(like, positions)
@@ -164,15 +215,37 @@ class DFlashDrafter:
         network: on the target's device and in its dtype.
         target: lends its embedding and head.
         name: how to call it in messages.
+        draft_token_ids: [Vd], the only target tokens it can propose; None for all. The head's rows
+            of these are copied, and the softmax is over them alone.
     """
 
-    def __init__(self, network: DFlashNetwork, target: Target, *, name: str) -> None:
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        target: Target,
+        *,
+        name: str,
+        draft_token_ids: Int64[Tensor, " Vd"] | None = None,
+    ) -> None:
         self.network = network.eval()
         self.target = target
         self.name = name
         self.config = network.config
         self.layer_ids = self.config.target_layer_ids
         self.num_depths = self.config.block_size - 1
+        self.draft_token_ids: Tensor | None = None
+        self._head_rows: tuple[Tensor, Tensor | None] | None = None
+        if draft_token_ids is not None:
+            self.draft_token_ids = draft_token_ids.to(target.device)
+            self._head_rows = target.head_rows(self.draft_token_ids)
+
+    def logits(self, hidden: Float[Tensor, "L D"]) -> Float[Tensor, "L Vd"]:
+        """Scaled and capped logits in float32, one column per token that can be proposed."""
+        if self._head_rows is None:
+            logits = self.target.head(hidden)
+        else:
+            logits = functional.linear(hidden, *self._head_rows)
+        return shaped_logits(logits.float(), self.config)
 
     def start(self, capacity: int) -> DFlashSession:
         """A session of its own for one request, with room for `capacity` positions."""
@@ -207,27 +280,33 @@ class DFlashSession:
         Args:
             root_id: the last decided token, at position `length`.
             num_depths: positions wanted, 1 <= num_depths <= L.
-            num_ranks: K, capped at the vocabulary.
+            num_ranks: K, capped at the draft vocabulary.
         """
         drafter, config = self._drafter, self._drafter.config
         ids = torch.full((config.block_size,), config.mask_token_id, device=drafter.target.device)
         ids[0] = root_id
         block = drafter.target.embed(ids) * config.input_embedding_scale
         hidden = drafter.network(block, self._stores)
-        logits = drafter.target.head(hidden[1 : num_depths + 1]).float()
-        logits = logits * config.output_multiplier
-        cap = config.final_logit_softcapping
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
-        return top_marginals(logits, num_ranks)
+        logits = drafter.logits(hidden[1 : num_depths + 1])
+        return top_marginals(logits, num_ranks, drafter.draft_token_ids)
 
 
-def top_marginals(logits: Float[Tensor, "L V"], num_ranks: int) -> Marginals:
+def shaped_logits(logits: Float[Tensor, "M V"], config: DrafterConfig) -> Float[Tensor, "M V"]:
+    """The head's logits after the drafter's multiplier and soft-capping."""
+    logits = logits * config.output_multiplier
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def top_marginals(
+    logits: Float[Tensor, "L V"], num_ranks: int, token_ids: Int64[Tensor, " V"] | None = None
+) -> Marginals:
     """Normalise over the vocabulary and keep the best ranks.
 
     Args:
         logits: [L, V] float32.
         num_ranks: K, capped at V.
+        token_ids: [V], the token of each column; None where the columns are the token ids.
 
     >>> top_marginals(torch.tensor([[0.0, 0.0]]), 16).log_probs.exp()
     tensor([[0.5000, 0.5000]])
@@ -235,4 +314,5 @@ def top_marginals(logits: Float[Tensor, "L V"], num_ranks: int) -> Marginals:
     top = torch.topk(logits, min(num_ranks, logits.shape[1]), dim=-1, sorted=True)
     log_probs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
     # Rounding can lift a probability of 1 above 1.
-    return Marginals(log_probs.clamp(max=0.0), top.indices)
+    ids = top.indices if token_ids is None else token_ids[top.indices]
+    return Marginals(log_probs.clamp(max=0.0), ids)

@@ -53,6 +53,7 @@ class DrafterConfig:
         output_multiplier: factor on the logits.
         final_logit_softcapping: cap c of c * tanh(logits / c), or None.
         input_embedding_scale: factor on the block's embeddings.
+        draft_vocab_size: Vd, how many of the target's tokens it can propose, or None for all.
     """
 
     block_size: int
@@ -75,6 +76,7 @@ class DrafterConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
+    draft_vocab_size: int | None = None
 
 
 class _Keys:
@@ -166,6 +168,7 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
         output_multiplier=keys.number("output_multiplier", 1.0),
         final_logit_softcapping=None if cap is None else keys.number("final_logit_softcapping"),
         input_embedding_scale=keys.number("input_embedding_scale", 1.0),
+        draft_vocab_size=keys.optional_count("draft_vocab_size"),
     )
 
 

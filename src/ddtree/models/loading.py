@@ -29,6 +29,7 @@ from ddtree.errors import (
     first_line,
     listed,
 )
+from ddtree.models.draft_vocabulary import read_draft_vocabulary
 from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
 from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
 from ddtree.models.drafter_weights import check_tensors, read_tensors
@@ -100,13 +101,14 @@ def load_drafter(
     Raises:
         ModelNotFoundError: no such checkpoint.
         UnsupportedModelError: another format, refused by name.
-        CheckpointError: tensors missing, left over or misshapen.
+        CheckpointError: tensors missing, left over or misshapen, or a broken draft vocabulary.
         PairMismatchError: made for another target.
     """
     name = str(source)
     folder = resolve_folder(name, argument="drafter", say=say)
     config = parse_drafter_config(read_config(folder, "drafter"), f"{name}/config.json")
     check_pair(config, target.shape, name)
+    draft_token_ids = read_draft_vocabulary(folder, config, target.vocab_size, name)
     with torch.device("meta"):
         network = DFlashNetwork(config)
     tensors = read_tensors(folder, name)
@@ -116,7 +118,9 @@ def load_drafter(
     network = DFlashNetwork(config)
     weights = {key: tensor.to(target.dtype) for key, tensor in tensors.items()}
     network.load_state_dict(weights, assign=True)
-    return DFlashDrafter(network.to(target.device), target, name=name)
+    return DFlashDrafter(
+        network.to(target.device), target, name=name, draft_token_ids=draft_token_ids
+    )
 
 
 def read_target_shape(name: str) -> TargetShape:
@@ -166,6 +170,11 @@ def check_pair(config: DrafterConfig, target: TargetShape, name: str) -> None:
             config.mask_token_id < target.vocab_size,
             "mask_token_id",
             f"an id below {target.vocab_size}, the rows of the target's embedding",
+        ),
+        (
+            (config.draft_vocab_size or 0) <= target.vocab_size,
+            "draft_vocab_size",
+            f"at most {target.vocab_size}, the target's vocabulary,",
         ),
     )
     for fits, key, wanted in checks:

@@ -31,7 +31,7 @@ class TargetOutput:
     """What one forward of the target gives.
 
     Args:
-        logits: [N, V] in the model's dtype; [1, V] if only the last row was asked for.
+        logits: [N, V] in the model's dtype; of the last rows alone where no more were asked for.
         features: [N, F], the outputs of the captured layers side by side; F = 0 without any.
     """
 
@@ -140,19 +140,38 @@ class Target:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
+    def head_rows(
+        self, token_ids: Int64[Tensor, " Vd"]
+    ) -> tuple[Float[Tensor, "Vd D"], Float[Tensor, " Vd"] | None]:
+        """The head's rows for these tokens alone: a copy of the weights, and of the bias if any."""
+        head = self.model.get_output_embeddings()
+        bias = None if head.bias is None else head.bias.detach()[token_ids]
+        return head.weight.detach()[token_ids], bias
+
     def prefill(
-        self, token_ids: Int64[Tensor, " M"], cache: TargetCache, *, capture: Sequence[int] = ()
+        self,
+        token_ids: Int64[Tensor, " M"],
+        cache: TargetCache,
+        *,
+        capture: Sequence[int] = (),
+        num_logits: int = 1,
     ) -> TargetOutput:
-        """Feed tokens that follow the cached context; logits of the last one only.
+        """Feed tokens that follow the cached context; logits of the last ones only.
 
         The cache grows by M entries in place.
+
+        Args:
+            token_ids: [M].
+            cache: holds the context.
+            capture: 0-based ids of the layers whose outputs are wanted.
+            num_logits: from 1 to M, rows at the end whose logits are wanted.
         """
         positions = torch.arange(cache.length, cache.length + token_ids.shape[0])
         return self._forward(
-            token_ids,
-            positions.to(self.device),
+            token_ids[None],
+            positions[None].to(self.device),
             cache,
-            {"attention_mask": None, "logits_to_keep": 1},
+            {"attention_mask": None, "logits_to_keep": num_logits},
             capture,
         )
 
@@ -183,16 +202,29 @@ class Target:
                 lambda window: self._mask(visible(ancestors, depths, length, window), self.dtype)
             )
         return self._forward(
-            token_ids, cache.length + depths, cache, {"attention_mask": mask}, capture
+            token_ids[None],
+            (cache.length + depths)[None],
+            cache,
+            {"attention_mask": mask},
+            capture,
         )
 
-    def run_batch(self, token_ids: Int64[Tensor, "R M"], cache: BatchCache) -> Float[Tensor, "R V"]:
-        """Feed independent requests side by side; logits of each one's last token.
+    def run_batch(
+        self,
+        token_ids: Int64[Tensor, "R M"],
+        cache: BatchCache,
+        *,
+        capture: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Feed independent requests side by side; logits [R, V] of each one's last token.
+
+        The features are those of all R M tokens, request by request.
 
         Args:
             token_ids: the whole prompt of the one row that the cache is filling, or else the last
                 token of every row.
             cache: grows in place; the caller counts its lengths.
+            capture: 0-based ids of the layers whose outputs are wanted.
         """
         if cache.filling is None:
             cache.begin_step()
@@ -203,17 +235,8 @@ class Target:
         else:
             positions = torch.arange(token_ids.shape[1], device=self.device)[None]
             mask = None
-        result = self.model(
-            input_ids=token_ids,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            return_dict=True,
-            logits_to_keep=1,
-            **{self._cache_argument: cache},
-        )
-        logits: Tensor = result.logits[:, -1]
-        return logits
+        options = {"attention_mask": mask, "logits_to_keep": 1}
+        return self._forward(token_ids, positions, cache, options, capture)
 
     def _masks(self, of_window: Callable[[int | None], Tensor]) -> Any:
         """One mask, or one per layer type where the model mixes windows."""
@@ -224,22 +247,23 @@ class Target:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        cache: TargetCache,
+        cache: TargetCache | BatchCache,
         options: dict[str, Any],
         capture: Sequence[int],
     ) -> TargetOutput:
+        """Run R rows of tokens [R, M]; logits and features of all, row by row."""
         with _captured(self.model.get_decoder().layers, capture) as outputs:
             result = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
+                input_ids=token_ids,
+                position_ids=positions,
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},
                 **options,
             )
-        features = [outputs[layer] for layer in capture]
+        features = [outputs[layer].flatten(0, 1) for layer in capture]
         joined = torch.cat(features, dim=-1) if features else result.logits.new_empty((0, 0))
-        return TargetOutput(result.logits[0], joined)
+        return TargetOutput(result.logits.flatten(0, 1), joined)
 
 
 def unsupported_architecture(model_type: object, name: str) -> UnsupportedModelError:
@@ -254,7 +278,7 @@ def unsupported_architecture(model_type: object, name: str) -> UnsupportedModelE
 
 @contextmanager
 def _captured(layers: Any, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs [N, D] of some layers during the block.
+    """Collect the outputs [R, M, D] of some layers during the block.
 
     Layers are hooked because `hidden_states[n]` of the last one is already normalised.
     """
@@ -274,7 +298,7 @@ def _keep_output(
 ) -> None:
     """A forward hook; some versions return the hidden states alone, some in a tuple."""
     hidden = output if isinstance(output, Tensor) else output[0]
-    outputs[layer_id] = hidden[0]
+    outputs[layer_id] = hidden
 
 
 def _window_by_layer_type(config: Any) -> dict[str, int | None]:
