@@ -7,6 +7,7 @@ turns any `UserError` into one line on standard error and exit code 2. Bugs of o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 
 class UserError(ValueError):
@@ -28,6 +29,11 @@ class UserError(ValueError):
         self.expected = expected
         self.got = str(got)
         self.remedy = remedy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Workers of `ddtree train respond` hand their errors to the parent process.
+        said = {"expected": self.expected, "got": self.got, "remedy": self.remedy}
+        return partial(type(self), **said), (self.argument,)
 
 
 class OptionError(UserError):

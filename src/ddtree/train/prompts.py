@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ def read_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
 
 def _of_file(file: Path) -> Iterator[TrainingPrompt]:
     num_prompts = 0
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in enumerate(read_lines(file), start=1):
         if line.strip():
             yield _parse(line, file, number)
             num_prompts += 1
@@ -47,12 +48,17 @@ def _of_file(file: Path) -> Iterator[TrainingPrompt]:
         )
 
 
-def _lines(file: Path) -> list[str]:
+def read_lines(file: Path) -> list[str]:
+    """The lines of a file of JSON lines, unzipped if its name ends in .gz.
+
+    Raises:
+        PromptError: the file is missing or unreadable.
+    """
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         # Not splitlines: it also cuts at U+2028 and the like, which JSON allows inside a string.
         return raw.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise PromptError(
             str(file),
             expected="a readable file of JSON lines in UTF-8",

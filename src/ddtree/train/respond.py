@@ -2,28 +2,29 @@
 
 R requests decode side by side; a finished one makes room for the next at once. What is said depends
 on the prompt, its temperature and its seed alone, not on its neighbours, so an interrupted run goes
-on where it stopped and ends with the same responses.
+on where it stopped and ends with the same responses. The features that a drafter will be trained on
+pass by here anyway and can be kept, which saves a second pass of the target over all text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ddtree.cache.batch import BatchCache
 from ddtree.config import DecodeConfig
-from ddtree.errors import CacheWriteError, CheckpointError, OptionError
+from ddtree.errors import OptionError
 from ddtree.models.target import Target
 from ddtree.prompt import check_fits, encode
 from ddtree.sampling.rule import Greedy, Sampling, rule_for
 from ddtree.train.prompts import TrainingPrompt
+from ddtree.train.responses import Response
+from ddtree.train.samples import Sample, favourites, to_half
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +73,20 @@ class RespondConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Response:
-    """What the target answered.
+class Answer:
+    """A response, with its training sample where layers were captured."""
 
-    Args:
-        index: of the request, counted over all prompts and samples.
-        source: where the prompt comes from.
-        prompt: the user message, without the chat template.
-        temperature: 0 for greedy.
-        response_ids: the new tokens, the stop token included when finished.
-        finished: whether a stop token ended it.
-    """
+    response: Response
+    sample: Sample | None
 
-    index: int
-    source: str
-    prompt: str
-    temperature: float
-    response_ids: tuple[int, ...]
-    finished: bool
+
+@dataclass
+class _Recording:
+    """What the target thought while it answered one request."""
+
+    features: list[Tensor] = field(default_factory=list)
+    top_ids: list[Tensor] = field(default_factory=list)
+    top_log_probs: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -102,6 +99,7 @@ class _Request:
     num_prompt_tokens: int
     temperature: float
     rule: Greedy | Sampling
+    recording: _Recording | None = None
 
     @property
     def response_ids(self) -> tuple[int, ...]:
@@ -115,7 +113,9 @@ def respond(
     config: RespondConfig,
     *,
     done: frozenset[int] = frozenset(),
-) -> Iterator[Response]:
+    capture: Sequence[int] = (),
+    part: tuple[int, int] = (0, 1),
+) -> Iterator[Answer]:
     """Answer all prompts, in the order in which the answers end.
 
     Args:
@@ -123,20 +123,25 @@ def respond(
         prompts: user messages.
         config: see `RespondConfig`.
         done: indices of requests that are answered already.
+        capture: 0-based ids of the layers to keep the outputs of; none: no samples.
+        part: (i, n) answers every n-th request only, from the i-th on.
 
     Raises:
         PromptError: the target has no chat template.
         ContextLengthError: a prompt that does not fit.
     """
+    place, num_parts = part
     waiting = [
-        request for request in _requests(target, prompts, config) if request.index not in done
+        request
+        for request in _requests(target, prompts, config)
+        if request.index % num_parts == place and request.index not in done
     ]
     if not waiting:
         return
     longest = max(request.num_prompt_tokens for request in waiting)
     capacity = longest + config.max_new_tokens
     num_rows = min(config.num_rows, len(waiting))
-    batch = _Batch(target, num_rows, capacity, config.max_new_tokens)
+    batch = _Batch(target, num_rows, capacity, config.max_new_tokens, capture)
     waiting.reverse()
     while waiting or batch.busy:
         for row in batch.free_rows:
@@ -166,9 +171,17 @@ def _requests(
 class _Batch:
     """R rows, each with a request or free."""
 
-    def __init__(self, target: Target, num_rows: int, capacity: int, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        num_rows: int,
+        capacity: int,
+        max_new_tokens: int,
+        capture: Sequence[int],
+    ) -> None:
         self._target = target
         self._max_new_tokens = max_new_tokens
+        self._capture = capture
         self._cache = BatchCache(target.num_layers, num_rows, capacity, target.device)
         self._requests: list[_Request | None] = [None] * num_rows
 
@@ -183,38 +196,67 @@ class _Batch:
         return [row for row, request in enumerate(self._requests) if request is None]
 
     @torch.inference_mode()
-    def fill(self, row: int, request: _Request) -> Response | None:
-        """Prefill a request into a free row; its response, if the first token ended it."""
+    def fill(self, row: int, request: _Request) -> Answer | None:
+        """Prefill a request into a free row; its answer, if the first token ended it."""
         self._cache.filling = row
         ids = torch.tensor(request.token_ids, device=self._target.device)
-        logits = self._target.run_batch(ids[None], self._cache)
+        output = self._target.run_batch(ids[None], self._cache, capture=self._capture)
         self._cache.filling = None
         self._cache.lengths[row] = request.num_prompt_tokens
         self._requests[row] = request
-        return self._said(row, request, logits[0])
+        if self._capture:
+            request.recording = _Recording([to_half(output.features).cpu()])
+        ended = self._go_on([row], output.logits)
+        return ended[0] if ended else None
 
     @torch.inference_mode()
-    def step(self) -> list[Response]:
-        """One token for every row; the responses that ended."""
+    def step(self) -> list[Answer]:
+        """One token for every row; the answers that ended."""
         if not self.busy:
             return []
-        cache = self._cache
         last: Int64[Tensor, "R 1"] = torch.tensor(
             [[request.token_ids[-1] if request else 0] for request in self._requests],
             device=self._target.device,
         )
-        logits = self._target.run_batch(last, cache)
+        output = self._target.run_batch(last, self._cache, capture=self._capture)
+        rows = [row for row, request in enumerate(self._requests) if request is not None]
+        self._cache.lengths[rows] += 1
+        if self._capture:
+            halves = torch.split(to_half(output.features).cpu(), 1)
+            for request, half in zip(self._requests, halves, strict=True):
+                if request is not None and request.recording is not None:
+                    request.recording.features.append(half)
+        return self._go_on(range(len(self._requests)), output.logits)
+
+    def _go_on(self, rows: Sequence[int], logits: Float[Tensor, "M V"]) -> list[Answer]:
+        """Decide the next token of some rows, free ones aside; the answers that ended."""
+        if self._capture:
+            self._record_favourites(rows, logits)
+        most_probable = logits.argmax(dim=-1).tolist()
         ended = []
-        for row, request in enumerate(self._requests):
-            if request is not None:
-                cache.lengths[row] += 1
-                if (response := self._said(row, request, logits[row])) is not None:
-                    ended.append(response)
+        for place, row in enumerate(rows):
+            request = self._requests[row]
+            if request is None:
+                continue
+            token = most_probable[place]
+            if isinstance(request.rule, Sampling):
+                scores = request.rule.scores(logits[place], len(request.token_ids))
+                token = int(scores.argmax())
+            if (answer := self._said(row, request, token)) is not None:
+                ended.append(answer)
         return ended
 
-    def _said(self, row: int, request: _Request, logits: Tensor) -> Response | None:
-        """Decide a row's next token; its response, if that was the last."""
-        token = int(request.rule.scores(logits, len(request.token_ids)).argmax())
+    def _record_favourites(self, rows: Sequence[int], logits: Float[Tensor, "M V"]) -> None:
+        """Keep what the target held most probable at each row's next position."""
+        ids, log_probs = (part.cpu() for part in favourites(logits.float()))
+        for place, row in enumerate(rows):
+            request = self._requests[row]
+            if request is not None and request.recording is not None:
+                request.recording.top_ids.append(ids[place])
+                request.recording.top_log_probs.append(log_probs[place])
+
+    def _said(self, row: int, request: _Request, token: int) -> Answer | None:
+        """Take a row's next token; its answer, if that was the last."""
         request.token_ids.append(token)
         finished = token in self._target.eos_token_ids
         num_new = len(request.token_ids) - request.num_prompt_tokens
@@ -222,7 +264,7 @@ class _Batch:
             return None
         self._requests[row] = None
         self._cache.lengths[row] = 0
-        return Response(
+        response = Response(
             index=request.index,
             source=request.prompt.source,
             prompt=request.prompt.prompt,
@@ -230,80 +272,19 @@ class _Batch:
             response_ids=request.response_ids,
             finished=finished,
         )
+        return Answer(response=response, sample=_sample(request))
 
 
-class ResponseFile:
-    """Responses on disk, a JSON object a line, with the run's description beside them.
-
-    A line is written whole and flushed; a last line that a kill cut short is dropped on opening.
-
-    Args:
-        folder: holds responses.jsonl and respond.json; made if it is not there.
-        description: what decides the responses; a folder of another run is refused.
-
-    Raises:
-        CheckpointError: the folder belongs to a run with another description.
-        CacheWriteError: it cannot be written.
-    """
-
-    def __init__(self, folder: Path, description: dict[str, object]) -> None:
-        self.path = folder / "responses.jsonl"
-        card = folder / "respond.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if card.exists():
-                _check_same(card, description)
-            else:
-                partial = card.with_suffix(".partial")
-                partial.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-                partial.replace(card)
-            self.responses = self._read_whole_lines()
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-
-    def append(self, response: Response) -> None:
-        """Write one response."""
-        try:
-            self._file.write(json.dumps(asdict(response)) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        self.responses.append(response)
-
-    def close(self) -> None:
-        """No more responses."""
-        self._file.close()
-
-    def _read_whole_lines(self) -> list[Response]:
-        if not self.path.exists():
-            return []
-        raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if len(whole) < len(raw):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        found = [json.loads(line) for line in whole.decode("utf-8").split("\n") if line]
-        return [Response(**{**r, "response_ids": tuple(r["response_ids"])}) for r in found]
-
-
-def _check_same(card: Path, description: dict[str, object]) -> None:
-    before = json.loads(card.read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(description))
-    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
-    if changed:
-        raise CheckpointError(
-            str(card.parent),
-            expected="the folder of a run with the same target, prompts and options",
-            got=f"other values of {', '.join(changed)}",
-            remedy="Give another --out, or the options that are written in respond.json.",
-        )
-
-
-def _unwritable(path: Path, error: OSError) -> CacheWriteError:
-    return CacheWriteError(
-        str(path),
-        expected="a writable folder with room",
-        got=str(error),
-        remedy="Free some space and run the same command again: nothing is lost.",
+def _sample(request: _Request) -> Sample | None:
+    """The training sample of a request that ended, if it was recorded."""
+    recording = request.recording
+    if recording is None:
+        return None
+    return Sample(
+        index=request.index,
+        token_ids=torch.tensor(request.token_ids, dtype=torch.int32),
+        num_prompt_tokens=request.num_prompt_tokens,
+        features=torch.cat(recording.features),
+        top_ids=torch.stack(recording.top_ids),
+        top_log_probs=torch.stack(recording.top_log_probs),
     )

@@ -8,14 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from ddtree.errors import CheckpointError, OptionError, PromptError
 from ddtree.models.target import Target
 from ddtree.pair import Pair
 from ddtree.train.prompts import TrainingPrompt, read_prompts
-from ddtree.train.respond import RespondConfig, Response, respond
-from ddtree.train.run import run_respond
+from ddtree.train.respond import RespondConfig, respond
+from ddtree.train.responses import Response, read_responses
+from ddtree.train.run import RespondJob, TargetSource, run_respond
+from ddtree.train.samples import SampleSet
+from tests.support.checkpoints import write_target
 from tests.support.models import tiny_model
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -27,6 +31,12 @@ def target(architecture: str = "llama") -> Target:
     return Target(tiny_model(architecture), tiny_tokenizer(), name=f"tiny {architecture}")
 
 
+def answered(
+    target: Target, prompts: list[TrainingPrompt], config: RespondConfig
+) -> list[Response]:
+    return [answer.response for answer in respond(target, prompts, config)]
+
+
 def said(responses: list[Response]) -> dict[int, tuple[int, ...]]:
     return {r.index: r.response_ids for r in responses}
 
@@ -35,7 +45,7 @@ def said(responses: list[Response]) -> dict[int, tuple[int, ...]]:
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_a_greedy_answer_is_that_of_plain_decoding(architecture: str, num_rows: int) -> None:
     config = RespondConfig(max_new_tokens=20, num_rows=num_rows, sampled_share=0)
-    answers = {r.prompt: r for r in respond(target(architecture), PROMPTS, config)}
+    answers = {r.prompt: r for r in answered(target(architecture), PROMPTS, config)}
     assert len(answers) == len(PROMPTS)
     pair = Pair(target(architecture), None)
     for prompt in PROMPTS:
@@ -47,7 +57,7 @@ def test_a_greedy_answer_is_that_of_plain_decoding(architecture: str, num_rows: 
 def test_a_sampled_answer_does_not_depend_on_its_neighbours() -> None:
     options = {"max_new_tokens": 15, "sampled_share": 1.0, "samples_per_prompt": 3}
     runs = [
-        said(list(respond(target(), PROMPTS, RespondConfig(num_rows=rows, **options))))
+        said(answered(target(), PROMPTS, RespondConfig(num_rows=rows, **options)))
         for rows in (1, 4, 32)
     ]
     assert runs[0] == runs[1] == runs[2]
@@ -58,19 +68,19 @@ def test_a_sampled_answer_does_not_depend_on_its_neighbours() -> None:
 def test_the_share_that_is_sampled_is_about_the_share_asked_for() -> None:
     prompts = [TrainingPrompt(source="test", prompt=f"hello {i}") for i in range(200)]
     config = RespondConfig(max_new_tokens=1, sampled_share=0.4, temperature=0.7)
-    temperatures = [r.temperature for r in respond(target(), prompts, config)]
+    temperatures = [r.temperature for r in answered(target(), prompts, config)]
     assert set(temperatures) == {0.0, 0.7}
     assert 55 < temperatures.count(0.7) < 105
 
 
 def test_a_stop_token_ends_an_answer_and_frees_its_row() -> None:
     model = tiny_model("llama")
-    free = list(respond(target(), PROMPTS, RespondConfig(max_new_tokens=12, sampled_share=0)))
+    free = answered(target(), PROMPTS, RespondConfig(max_new_tokens=12, sampled_share=0))
     stop_id = free[0].response_ids[4]
     model.generation_config.eos_token_id = stop_id
     try:
         config = RespondConfig(max_new_tokens=12, num_rows=2, sampled_share=0)
-        stopped = {r.index: r for r in respond(target(), PROMPTS, config)}
+        stopped = {r.index: r for r in answered(target(), PROMPTS, config)}
     finally:
         model.generation_config.eos_token_id = None
     for response in free:
@@ -91,50 +101,107 @@ def prompt_file(tmp_path: Path) -> Path:
     return file
 
 
-def run(prompt_file: Path, out: Path, **options: object) -> list[dict[str, object]]:
-    config = RespondConfig(**{"max_new_tokens": 10, "num_rows": 2, **options})
-    run_respond(target(), [prompt_file], out, config, Console(quiet=True))
-    lines = (out / "responses.jsonl").read_text().splitlines()
-    return sorted((json.loads(line) for line in lines), key=lambda r: r["index"])
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> TargetSource:
+    return TargetSource(name=str(write_target(tmp_path_factory.mktemp("target"))))
+
+
+Run = Callable[..., list[Response]]
+
+
+@pytest.fixture
+def run(source: TargetSource, prompt_file: Path) -> Run:
+    """Runs the stage; the responses by index."""
+
+    def call(
+        out: Path, *, layers: tuple[int, ...] = (), num_workers: int = 1, **options: object
+    ) -> list[Response]:
+        config = RespondConfig(**{"max_new_tokens": 10, "num_rows": 2, **options})
+        job = RespondJob(
+            target=source,
+            prompt_files=[prompt_file],
+            out=out,
+            config=config,
+            layer_ids=layers,
+            num_workers=num_workers,
+        )
+        run_respond(job, Console(quiet=True))
+        return sorted(read_responses(out / "responses.jsonl"), key=lambda r: r.index)
+
+    return call
 
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_answers(
-    prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(prompt_file, tmp_path / "whole")
+    layers = (0, 2)
+    whole = run(tmp_path / "whole", layers=layers)
 
     def killed(*args: object, **kwargs: object) -> object:
-        for number, response in enumerate(respond(*args, **kwargs)):
+        for number, answer in enumerate(respond(*args, **kwargs)):
             if number == 3:
                 raise KilledError
-            yield response
+            yield answer
 
     monkeypatch.setattr("ddtree.train.run.respond", killed)
     with pytest.raises(KilledError):
-        run(prompt_file, tmp_path / "cut")
+        run(tmp_path / "cut", layers=layers)
+    assert len(SampleSet(tmp_path / "cut" / "samples")) == 3
     file = tmp_path / "cut" / "responses.jsonl"
     with file.open("a") as opened:
         opened.write('{"index": 5, "source": "te')  # a kill in the middle of a line
     monkeypatch.undo()
     asked: list[int] = []
 
-    def counted(*args: object, done: frozenset[int]) -> object:
+    def counted(*args: object, done: frozenset[int], **options: object) -> object:
         asked.append(len(TEXTS) - len(done))
-        return respond(*args, done=done)
+        return respond(*args, done=done, **options)
 
     monkeypatch.setattr("ddtree.train.run.respond", counted)
-    assert run(prompt_file, tmp_path / "cut", num_rows=3) == whole
+    assert run(tmp_path / "cut", num_rows=3, layers=layers) == whole
     assert asked == [len(TEXTS) - 3]
-    assert run(prompt_file, tmp_path / "cut") == whole, "a finished run stays as it is"
+    assert run(tmp_path / "cut", layers=layers) == whole, "a finished run stays as it is"
+    assert SampleSet(tmp_path / "cut" / "samples").indices == list(range(len(TEXTS)))
 
 
-def test_a_folder_of_another_run_is_refused_by_what_changed(
-    prompt_file: Path, tmp_path: Path
+def test_several_workers_give_the_responses_and_the_description_of_one(
+    run: Run, tmp_path: Path
 ) -> None:
-    run(prompt_file, tmp_path / "out")
+    one = run(tmp_path / "one", layers=(0, 2))
+    assert run(tmp_path / "two", layers=(0, 2), num_workers=2) == one
+    for card in ("respond.json", "samples/features.json"):
+        assert (tmp_path / "two" / card).read_text() == (tmp_path / "one" / card).read_text()
+    samples = [SampleSet(tmp_path / out / "samples") for out in ("one", "two")]
+    for mine, other in zip(*samples, strict=True):
+        assert mine.index == other.index
+        assert torch.equal(mine.token_ids, other.token_ids)
+        assert torch.allclose(mine.features.float(), other.features.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_without_layers_no_samples_are_recorded(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "out")
+    assert not (tmp_path / "out" / "samples").exists()
+    assert json.loads((tmp_path / "out" / "respond.json").read_text())["layer_ids"] == []
+
+
+def test_a_response_of_one_token_leaves_no_sample(run: Run, tmp_path: Path) -> None:
+    assert len(run(tmp_path / "out", layers=(0,), max_new_tokens=1)) == len(TEXTS)
+    assert len(SampleSet(tmp_path / "out" / "samples")) == 0
+
+
+def test_a_line_that_is_no_response_is_named_and_stays(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "out")
+    file = tmp_path / "out" / "responses.jsonl"
+    file.write_text(file.read_text() + "{}\n")
+    with pytest.raises(PromptError, match=f"line {len(TEXTS) + 1}: expected a response"):
+        run(tmp_path / "out")
+
+
+def test_a_folder_of_another_run_is_refused_by_what_changed(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "out")
     before = (tmp_path / "out" / "responses.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match="other values of max_new_tokens, seed"):
-        run(prompt_file, tmp_path / "out", max_new_tokens=11, seed=1)
+        run(tmp_path / "out", max_new_tokens=11, seed=1)
     assert (tmp_path / "out" / "responses.jsonl").read_bytes() == before
 
 
