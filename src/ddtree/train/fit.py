@@ -1,0 +1,421 @@
+"""Stage "fit": train the drafter on samples.
+
+Embedding and head are the target's and stay as they are. A step packs random anchors of some
+responses (`packing`), runs the network once over all blocks and follows the gradient of the
+`objective`.
+Knows no files but the samples; `run_fit` saves and resumes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torch.nn import functional
+
+from ddtree.errors import OptionError, PromptError
+from ddtree.models.drafter import DFlashNetwork, shaped_logits
+from ddtree.models.target import Target
+from ddtree.train.objective import (
+    NOT_IN_VOCABULARY,
+    Objective,
+    chain_tau,
+    depth_weights,
+    in_draft_vocabulary,
+    objective,
+)
+from ddtree.train.packing import PackedBlocks, choose_anchors, pack, packed_mask, slot_positions
+from ddtree.train.peers import Peers
+from ddtree.train.samples import Sample
+from ddtree.train.schedule import BatchPlan, learning_rate
+
+_VALIDATION_EPOCH = -1
+_SCALE_SAMPLES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Options of the stage.
+
+    Args:
+        num_steps: gradient steps in all.
+        sequences_per_step: responses of one step.
+        anchors_per_sequence: blocks of each of them.
+        learning_rate: peak of AdamW's.
+        weight_decay: of the matrices.
+        warmup_steps: linear rise at the start.
+        decay_share: last share of the steps in which the learning rate falls to a fiftieth.
+        clip: most norm of the gradient.
+        gamma: depth k weighs exp(-(k - 1) / gamma); None: 4, 5, 7 for blocks of 8, 10, 16.
+        soft_share: share of the loss that asks for the target's distribution, not for the text.
+        short_share: first share of the steps that train on shortened blocks: a step's blocks reach
+            depth k with probability exp(-(k - 1) / gamma) and all depths weigh the same, which has
+            the same mean gradient as weighted whole blocks and costs half as much.
+        validation_share: share of the prompts that is only validated on.
+        seed: of first weights, order and anchors.
+        validate_every: steps between validations.
+
+    Raises:
+        OptionError: an option outside its range.
+    """
+
+    num_steps: int = 2000
+    sequences_per_step: int = 8
+    anchors_per_sequence: int = 16
+    learning_rate: float = 1.5e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 50
+    decay_share: float = 0.4
+    clip: float = 1.0
+    gamma: float | None = None
+    soft_share: float = 0.0
+    short_share: float = 0.0
+    validation_share: float = 0.02
+    seed: int = 0
+    validate_every: int = 100
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            name, value = field_.name, getattr(self, field_.name)
+            expected, is_right = _RANGES[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and is_right(value)) and not (name == "gamma" and value is None):
+                raise OptionError(
+                    name,
+                    expected=expected,
+                    got=repr(value),
+                    remedy=f"The default is {field_.default}.",
+                )
+
+
+_COUNT = ("a whole number >= 1", lambda x: isinstance(x, int) and x >= 1)
+_COUNT_OR_NONE = ("a whole number >= 0", lambda x: isinstance(x, int) and x >= 0)
+_POSITIVE = ("a number > 0", lambda x: 0 < x < math.inf)
+_SHARE = ("a number in [0, 1]", lambda x: 0 <= x <= 1)
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "num_steps": _COUNT,
+    "sequences_per_step": _COUNT,
+    "anchors_per_sequence": _COUNT,
+    "learning_rate": _POSITIVE,
+    "weight_decay": ("a number >= 0", lambda x: 0 <= x < math.inf),
+    "warmup_steps": _COUNT_OR_NONE,
+    "decay_share": _SHARE,
+    "clip": _POSITIVE,
+    "gamma": _POSITIVE,
+    "soft_share": _SHARE,
+    "short_share": _SHARE,
+    "validation_share": ("a number between 0 and 1", lambda x: 0 < x < 1),
+    "seed": _COUNT_OR_NONE,
+    "validate_every": _COUNT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenHead:
+    """What the drafter borrows from the target.
+
+    Args:
+        embedding: [V, D], the input embedding.
+        weight: [Vd, D], rows of the output head of the draft vocabulary.
+        bias: [Vd] or None.
+        draft_index: [V], row in the draft vocabulary of each token, -1 without one; None: all.
+    """
+
+    embedding: Float[Tensor, "V D"]
+    weight: Float[Tensor, "Vd D"]
+    bias: Float[Tensor, " Vd"] | None
+    draft_index: Int64[Tensor, " V"] | None
+
+    @classmethod
+    def of(cls, target: Target, draft_token_ids: Sequence[int] | None) -> FrozenHead:
+        """Copies, so that the rest of the target can be let go."""
+        device = target.device
+        every = torch.arange(target.vocab_size, device=device)
+        ids = every if draft_token_ids is None else torch.tensor(draft_token_ids, device=device)
+        weight, bias = target.head_rows(ids)
+        index = None
+        if draft_token_ids is not None:
+            index = torch.full_like(every, NOT_IN_VOCABULARY)
+            index[ids] = torch.arange(len(ids), device=device)
+        return cls(
+            embedding=target.embed(every).detach().clone(),
+            weight=weight.detach().clone(),
+            bias=None if bias is None else bias.detach().clone(),
+            draft_index=index,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did: 0-based step, its loss, hits and labels per depth, blocks trained on."""
+
+    step: int
+    loss: float
+    hits: Tensor
+    counts: Tensor
+    num_blocks: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """On held-out responses, at random anchors.
+
+    Args:
+        loss: mean, weighted as in training.
+        accuracy: per depth, share of labels that were the first choice.
+        chain_tau: tokens per round of a chain that starts at these anchors.
+    """
+
+    loss: float
+    accuracy: tuple[float, ...]
+    chain_tau: float
+
+
+@dataclass
+class Fit:
+    """A training in progress: the network, its optimiser and the next step.
+
+    Args:
+        network: trained in place.
+        head: the target's part.
+        samples: all samples; places below index into it.
+        training: places that are trained on.
+        validating: places that are held out.
+        lengths: tokens of each training sample.
+        config: see `FitConfig`.
+        is_trained: the network's weights come from a drafter and are not random.
+        peers: the processes that share each step.
+
+    The network in training reads features divided by their size, since a target's layers differ by
+    tens in theirs and a few dimensions by hundreds, which the optimiser would take long to learn.
+    `trained_network` gives the same function of the features as they are.
+    """
+
+    network: DFlashNetwork
+    head: FrozenHead
+    samples: Sequence[Sample]
+    training: Sequence[int]
+    validating: Sequence[int]
+    lengths: Sequence[int]
+    config: FitConfig
+    is_trained: bool = False
+    peers: Peers = field(default_factory=Peers)
+    step: int = 0
+    feature_scale: Tensor = field(init=False)
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_split(self.training, self.validating)
+        config = self.config
+        self.feature_scale = feature_scale(self.samples, self.training).to(self.device)
+        if self.is_trained:
+            self.network.fc.weight.data /= self.feature_scale
+        self.plan = BatchPlan(self.lengths, config.sequences_per_step, config.seed)
+        matrices = [p for p in self.network.parameters() if p.ndim >= 2]
+        others = [p for p in self.network.parameters() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            fused=self.device.type in ("cpu", "cuda"),
+        )
+        self.num_depths = self.network.config.block_size - 1
+        gamma = config.gamma or usual_gamma(self.network.config.block_size)
+        self.weights = depth_weights(self.num_depths, gamma).to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return self.head.weight.device
+
+    def trained_network(self) -> DFlashNetwork:
+        """A copy of the network that reads features as the target gives them."""
+        network = copy.deepcopy(self.network)
+        network.fc.weight.data *= self.feature_scale
+        return network.eval()
+
+    def run_step(self) -> StepResult:
+        """One gradient step; the network and the optimiser change in place."""
+        config = self.config
+        epoch, places = self.plan.batch(self.step)
+        mine = self.peers.share_of(places)
+        samples = [self.samples[self.training[place]] for place in mine]
+        short = self.step < config.short_share * config.num_steps
+        reach = short_reach(self.weights, self.step, config.seed) if short else self.num_depths
+        weights = torch.ones_like(self.weights) if short else self.weights
+        batch = self._packed(samples, epoch, reach)
+        rate = learning_rate(
+            self.step,
+            peak=config.learning_rate,
+            warmup=config.warmup_steps,
+            total=config.num_steps,
+            decay_share=config.decay_share,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.network.train()
+        with autocast(self.device):
+            result, _ = self._objective(batch, weights)
+        self.optimizer.zero_grad(set_to_none=True)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        self.peers.average_gradients(self.network)
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), config.clip)
+        self.optimizer.step()
+        done = self._summed(result, batch.num_blocks, rate)
+        self.step += 1
+        return done
+
+    def _summed(self, result: Objective, num_blocks: int, rate: float) -> StepResult:
+        """What all processes did in this step."""
+        numbers = [result.loss.detach().double(), *result.hits, *result.counts]
+        flat = torch.stack([number.cpu().double() for number in numbers])
+        total = self.peers.sum_of(torch.cat([flat, torch.tensor([float(num_blocks)])]))
+        hits, counts = total[1:-1].long().chunk(2)
+        return StepResult(
+            step=self.step,
+            loss=float(total[0]) / self.peers.size,
+            hits=hits,
+            counts=counts,
+            num_blocks=int(total[-1]),
+            learning_rate=rate,
+        )
+
+    @torch.no_grad()
+    def validate(self) -> Validation:
+        """Loss and accuracy on the held-out responses, always at the same anchors."""
+        self.network.eval()
+        size = self.config.sequences_per_step
+        losses, runs = [], []
+        hits = torch.zeros(self.num_depths, device=self.device)
+        counts = torch.zeros_like(hits)
+        for begin in range(0, len(self.validating), size):
+            samples = [self.samples[place] for place in self.validating[begin : begin + size]]
+            batch = self._packed(samples, _VALIDATION_EPOCH, self.num_depths)
+            with autocast(self.device):
+                result, hit = self._objective(batch, self.weights)
+            losses.append(float(result.loss))
+            hits += result.hits
+            counts += result.counts
+            runs.append(hit[batch.valid[..., 0]])
+        return Validation(
+            loss=sum(losses) / len(losses),
+            accuracy=tuple((hits / counts.clamp(min=1)).tolist()),
+            chain_tau=chain_tau(torch.cat(runs)),
+        )
+
+    def _packed(self, samples: Sequence[Sample], epoch: int, num_depths: int) -> PackedBlocks:
+        config = self.config
+        anchors = [
+            choose_anchors(sample, config.anchors_per_sequence, seed=config.seed, epoch=epoch)
+            for sample in samples
+        ]
+        return pack(samples, anchors, num_depths).to(self.device)
+
+    def _objective(
+        self, batch: PackedBlocks, weights: Float[Tensor, " L"]
+    ) -> tuple[Objective, Bool[Tensor, "S A L"]]:
+        """Loss of a batch, and which of its labels were hit."""
+        batch = replace(batch, features=batch.features * self.feature_scale)
+        hidden = hidden_of_blocks(self.network, self.head, batch)[batch.valid]
+        logits = shaped_logits(
+            functional.linear(hidden, self.head.weight, self.head.bias).float(), self.network.config
+        )
+        depths = torch.arange(batch.labels.shape[-1], device=self.device).expand(batch.labels.shape)
+        index = self.head.draft_index
+        labels = in_draft_vocabulary(batch.labels[batch.valid], index)
+        result = objective(
+            logits,
+            labels,
+            in_draft_vocabulary(batch.top_ids[batch.valid], index),
+            batch.top_log_probs[batch.valid],
+            depths[batch.valid],
+            weights,
+            self.config.soft_share,
+        )
+        hit = torch.zeros_like(batch.valid)
+        hit[batch.valid] = logits.detach().argmax(1) == labels
+        return result, hit
+
+
+def feature_scale(samples: Sequence[Sample], training: Sequence[int]) -> Float[Tensor, " F"]:
+    """One over the root mean square of every feature, over some of the training samples.
+
+    The first position of a text is left out: targets park huge values there.
+    """
+    stride = max(1, len(training) // _SCALE_SAMPLES)
+    total, count = torch.zeros(()), 0
+    for place in training[::stride]:
+        features = samples[place].features[1:].float()
+        total = total + features.square().sum(0)
+        count += features.shape[0]
+    return (total / max(count, 1)).sqrt().clamp(min=1e-6).reciprocal()
+
+
+def check_split(training: Sequence[int], validating: Sequence[int]) -> None:
+    """Refuse a training without responses, or without any to validate on.
+
+    Raises:
+        PromptError: says how many there are.
+    """
+    if not training or not validating:
+        raise PromptError(
+            "samples",
+            expected="responses of two tokens or more, some to train on and some to hold out",
+            got=f"{len(training)} and {len(validating)}",
+            remedy="Let the target answer more prompts, or raise validation_share.",
+        )
+
+
+def hidden_of_blocks(
+    network: DFlashNetwork, head: FrozenHead, batch: PackedBlocks
+) -> Float[Tensor, "S A L D"]:
+    """The network's hidden states at the drafted slots of every block, of whatever length."""
+    config = network.config
+    size = batch.labels.shape[-1] + 1
+    ids = batch.anchor_ids[..., None].expand(-1, -1, size).clone()
+    ids[..., 1:] = config.mask_token_id
+    blocks = head.embedding[ids.flatten(1)] * config.input_embedding_scale
+    kinds = list(zip(config.windows, config.causal, strict=True))
+    masks = {
+        kind: packed_mask(
+            batch.anchors, batch.features.shape[1], size, window=kind[0], causal=kind[1]
+        )
+        for kind in set(kinds)
+    }
+    hidden = network.forward_packed(
+        batch.features,
+        blocks,
+        slot_positions(batch.anchors, size),
+        [masks[kind] for kind in kinds],
+    )
+    return torch.unflatten(hidden, 1, (-1, size))[:, :, 1:]
+
+
+def short_reach(weights: Float[Tensor, " L"], step: int, seed: int) -> int:
+    """Depths of a step of shortened blocks: at least k with the probability that is k's weight."""
+    digest = hashlib.sha256(f"reach {seed} {step}".encode()).digest()
+    drawn = int.from_bytes(digest[:7], "big") / 2**56
+    return int((weights > drawn).sum())
+
+
+def usual_gamma(block_size: int) -> float:
+    """The decay that DFlash's authors use for blocks of 8, 10 and 16; half the block elsewhere."""
+    return {8: 4.0, 10: 5.0, 16: 7.0}.get(block_size, block_size / 2)
+
+
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """bfloat16 matrix products on a GPU that has them; float32 elsewhere. Weights stay float32."""
+    able = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=able)

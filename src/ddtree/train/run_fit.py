@@ -1,0 +1,323 @@
+"""Stage "fit" for a person: samples in, progress on the terminal, a drafter out.
+
+OUT holds checkpoint.pt (to go on from), metrics.jsonl, curve.png and, at the end, drafter/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from ddtree.errors import OptionError
+from ddtree.models.drafter import DFlashNetwork
+from ddtree.models.drafter_export import save_drafter
+from ddtree.models.loading import load_drafter
+from ddtree.models.target import Target
+from ddtree.train import plots
+from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
+from ddtree.train.fit import Fit, FitConfig, FrozenHead, StepResult, Validation, check_split
+from ddtree.train.journal import unwritable, write_whole
+from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
+from ddtree.train.peers import Peers
+from ddtree.train.provenance import origin
+from ddtree.train.run import TargetSource
+from ddtree.train.samples import MIN_RESPONSE_TOKENS, SampleSet, claim_folder
+from ddtree.train.schedule import held_out
+from ddtree.train.workers import in_processes
+
+_CHECKPOINT_S = 120.0
+_REPORT_STEPS = 10
+_COLUMNS = (
+    TextColumn("steps"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("{task.description}"),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitJob:
+    """A run of stage "fit".
+
+    Args:
+        target: whose embedding and head the drafter uses.
+        samples: folder of the samples, of stage respond or features.
+        out: folder for the results; gone on with if it is there.
+        network: the drafter's shape.
+        config: see `FitConfig`.
+        start_from: a drafter whose weights and shape to begin with, in place of random ones of the
+            shape of `network`.
+        num_workers: processes that share each step.
+
+    Raises:
+        OptionError: more workers than sequences in a step.
+    """
+
+    target: TargetSource
+    samples: Path
+    out: Path
+    network: NetworkConfig
+    config: FitConfig
+    start_from: str | None = None
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_workers <= self.config.sequences_per_step:
+            raise OptionError(
+                "num_workers",
+                expected=f"1 to sequences_per_step ({self.config.sequences_per_step})",
+                got=self.num_workers,
+                remedy="Every worker takes some sequences of each step.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitReport:
+    """How a training stands after some steps.
+
+    Args:
+        step: steps done.
+        loss: mean since the last report.
+        accuracy: per depth, on what was trained on since the last report.
+        learning_rate: of the last step.
+        blocks_per_s: trained on per second since the last report, validation aside.
+        seconds: of training since this process began.
+        validation: if there was one after this step.
+    """
+
+    step: int
+    loss: float
+    accuracy: tuple[float, ...]
+    learning_rate: float
+    blocks_per_s: float
+    seconds: float
+    validation: Validation | None
+
+
+def run_fit(job: FitJob, console: Console) -> Path:
+    """Train a drafter; goes on where an earlier run stopped.
+
+    Returns:
+        The folder of the drafter.
+
+    Raises:
+        UserError: see `SampleSet`, `drafter_config_for`, `Fit`, `load_checkpoint`, `save_drafter`.
+    """
+    plots.check_installed()
+    try:
+        job.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(job.out, error) from error
+    meeting_point = job.out / f".peers-{uuid.uuid4().hex}"
+    work = partial(_train, job, meeting_point)
+    many = job.num_workers > 1
+    reports = in_processes(work, job.num_workers) if many else work((0, 1))
+    with closing(reports), Progress(*_COLUMNS, console=console) as progress:
+        task = progress.add_task("", total=job.config.num_steps)
+        try:
+            for report in reports:
+                progress.update(task, completed=report.step, description=_line(report))
+                if report.validation is not None:
+                    progress.console.print(_validated(report), highlight=False)
+        finally:
+            meeting_point.unlink(missing_ok=True)
+    write_whole(job.out / "curve.png", plots.plot_curve(read_metrics(job.out), str(job.out)))
+    console.print(f"The drafter: {job.out / 'drafter'}")
+    return job.out / "drafter"
+
+
+def read_metrics(out: Path) -> list[dict[str, object]]:
+    """The lines of metrics.jsonl, first to last."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _train(
+    job: FitJob, meeting_point: Path, part: tuple[int, int]
+) -> Generator[FitReport, None, None]:
+    """One process's share of the training; the first one saves and reports."""
+    peers = Peers.join(meeting_point, *part) if part[1] > 1 else Peers()
+    target = job.target.load()
+    fit, facts, draft_token_ids = _begin(job, target, peers)
+    del target  # of a large target only embedding and head stay in memory
+    checkpoint = job.out / "checkpoint.pt"
+    if checkpoint.exists():
+        load_checkpoint(fit, checkpoint, facts)
+    if peers.rank == 0:
+        yield from _lead(job, fit, facts, checkpoint)
+        _export(job, fit, facts, draft_token_ids)
+    else:
+        while fit.step < job.config.num_steps:
+            fit.run_step()
+    peers.leave()
+
+
+def _begin(
+    job: FitJob, target: Target, peers: Peers
+) -> tuple[Fit, dict[str, object], tuple[int, ...] | None]:
+    """A training at step 0, what decides its result, and the draft vocabulary."""
+    samples = SampleSet(job.samples)
+    training, validating, lengths, digest = [], [], [], hashlib.sha256()
+    said: list[int] = []
+    for place, (index, prompt, response) in enumerate(sorted(samples.texts())):
+        digest.update(f"{index} {prompt} {response}\n".encode())
+        if len(response) < MIN_RESPONSE_TOKENS:
+            continue
+        if held_out(prompt, job.config.validation_share):
+            validating.append(place)
+        else:
+            training.append(place)
+            lengths.append(len(prompt) + len(response))
+            said.extend(response)
+    check_split(training, validating)
+    network, draft_token_ids = _network(job, target, said)
+    claim_folder(job.samples, job.target.samples_description(network.config.target_layer_ids))
+    fit = Fit(
+        network=network.to(target.device),
+        head=FrozenHead.of(target, draft_token_ids),
+        samples=samples,
+        training=training,
+        validating=validating,
+        lengths=lengths,
+        config=job.config,
+        is_trained=job.start_from is not None,
+        peers=peers,
+    )
+    facts: dict[str, object] = {
+        **job.target.description(),
+        "samples_sha256": digest.hexdigest(),
+        "num_responses": len(training),
+        "num_response_tokens": len(said),
+        "start_from": job.start_from,
+        **asdict(job.network),
+        **asdict(job.config),
+    }
+    return fit, facts, draft_token_ids
+
+
+def _network(
+    job: FitJob, target: Target, said: list[int]
+) -> tuple[DFlashNetwork, tuple[int, ...] | None]:
+    """The first weights and the tokens that can be drafted."""
+    if job.start_from is None:
+        config = drafter_config_for(target, job.network)
+        ids = most_frequent(said, job.network.draft_vocab_size)
+        return new_network(config, seed=job.config.seed).to(torch.float32), ids
+    drafter = load_drafter(job.start_from, target)
+    known = drafter.draft_token_ids
+    ids = None if known is None else tuple(known.tolist())
+    return drafter.network.to(torch.float32), ids
+
+
+def _lead(
+    job: FitJob, fit: Fit, facts: Mapping[str, object], checkpoint: Path
+) -> Generator[FitReport, None, None]:
+    """Step after step, with reports, metrics and checkpoints."""
+    config = job.config
+    path = job.out / "metrics.jsonl"
+    kept = [line for line in read_metrics(job.out) if int(str(line["step"])) <= fit.step]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    begin = saved = time.perf_counter()
+    window = _Window()
+    while fit.step < config.num_steps:
+        window.add(fit.run_step())
+        last = fit.step == config.num_steps
+        validates = last or fit.step % config.validate_every == 0
+        if not validates and fit.step % _REPORT_STEPS:
+            continue
+        report = window.report(begin, fit.validate() if validates else None)
+        window = _Window()
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(report)) + "\n")
+        if last or time.perf_counter() - saved > _CHECKPOINT_S:
+            save_checkpoint(fit, checkpoint, facts)
+            saved = time.perf_counter()
+        yield report
+
+
+class _Window:
+    """Steps since the last report."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._results: list[StepResult] = []
+        self._seconds = 0.0
+
+    def add(self, result: StepResult) -> None:
+        self._results.append(result)
+        self._seconds = time.perf_counter() - self._begin
+
+    def report(self, begin: float, validation: Validation | None) -> FitReport:
+        results = self._results
+        length = max(len(result.hits) for result in results)
+        hits, counts = torch.zeros(length), torch.zeros(length)
+        for result in results:
+            hits[: len(result.hits)] += result.hits
+            counts[: len(result.counts)] += result.counts
+        return FitReport(
+            step=results[-1].step + 1,
+            loss=sum(result.loss for result in results) / len(results),
+            accuracy=tuple((hits / counts.clamp(min=1)).tolist()),
+            learning_rate=results[-1].learning_rate,
+            blocks_per_s=sum(result.num_blocks for result in results) / self._seconds,
+            seconds=time.perf_counter() - begin,
+            validation=validation,
+        )
+
+
+def _export(
+    job: FitJob, fit: Fit, facts: Mapping[str, object], draft_token_ids: tuple[int, ...] | None
+) -> None:
+    """Write the drafter with where it comes from."""
+    metrics = read_metrics(job.out)
+    validations = [line for line in metrics if line["validation"] is not None]
+    save_drafter(
+        fit.trained_network(),
+        fit.network.config,
+        job.out / "drafter",
+        draft_token_ids=draft_token_ids,
+        provenance={
+            **origin(),
+            "training": facts,
+            "num_workers": job.num_workers,
+            "metrics": validations[-1] if validations else None,
+        },
+    )
+
+
+def _line(report: FitReport) -> str:
+    depths = " ".join(f"{share:.2f}".lstrip("0") for share in report.accuracy)
+    return f"loss {report.loss:.3f}  accuracy {depths}  {report.blocks_per_s:.0f} blocks/s"
+
+
+def _validated(report: FitReport) -> str:
+    assert report.validation is not None
+    found = report.validation
+    depths = " ".join(f"{share:.3f}".lstrip("0") for share in found.accuracy)
+    return (
+        f"step {report.step}: held out: loss {found.loss:.3f}, accuracy {depths}, "
+        f"chain tau {found.chain_tau:.3f}"
+    )

@@ -1,0 +1,153 @@
+"""Stage fit as people run it: files in, drafter out, kills survived."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+import ddtree
+from ddtree.errors import CheckpointError, OptionError, UserError
+from ddtree.models.loading import load_drafter
+from ddtree.train import run_fit as module
+from ddtree.train.fit import FitConfig
+from ddtree.train.network import NetworkConfig
+from ddtree.train.run import TargetSource
+from ddtree.train.run_fit import FitJob, read_metrics, run_fit
+from ddtree.train.samples import SampleWriter, claim_folder
+from tests.support.checkpoints import write_target
+from tests.support.samples import random_samples
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+LAYERS = (0, 2)
+QUIET = Console(file=io.StringIO(), width=160)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> FitJob:
+    """A training of six steps on a tiny target."""
+    target = TargetSource(name=str(write_target(tmp_path / "target")))
+    samples = tmp_path / "run" / "samples"
+    claim_folder(samples, target.samples_description(LAYERS))
+    with SampleWriter(samples) as writer:
+        for sample in random_samples(target.load(), list(LAYERS), 12):
+            writer.add(sample)
+    return FitJob(
+        target=target,
+        samples=samples,
+        out=tmp_path / "run" / "fit",
+        network=NetworkConfig(
+            block_size=4,
+            num_layers=2,
+            target_layer_ids=LAYERS,
+            mask_token_id=60,
+            draft_vocab_size=40,
+        ),
+        config=FitConfig(
+            num_steps=6,
+            sequences_per_step=2,
+            anchors_per_sequence=3,
+            validation_share=0.3,
+            validate_every=3,
+        ),
+    )
+
+
+def test_the_drafter_that_is_saved_drafts_for_its_target(job: FitJob) -> None:
+    folder = run_fit(job, QUIET)
+    target = job.target.load()
+    drafter = load_drafter(folder, target)
+    assert drafter.draft_token_ids is not None
+    assert len(drafter.draft_token_ids) == 40
+    pair = ddtree.Pair(target, drafter)
+    texts = {
+        method: pair.generate([5, 6, 7], max_new_tokens=12, method=method).token_ids
+        for method in ("ar", "dflash", "ddtree")
+    }
+    assert texts["ar"] == texts["dflash"] == texts["ddtree"]
+
+
+def test_provenance_and_metrics_say_how_it_was_made(job: FitJob) -> None:
+    folder = run_fit(job, QUIET)
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["training"]["num_steps"] == 6
+    assert provenance["training"]["samples_sha256"]
+    assert provenance["metrics"]["step"] == 6
+    assert {"command", "commit", "versions", "machine"} <= provenance.keys()
+    metrics = read_metrics(job.out)
+    assert [line["step"] for line in metrics] == [3, 6]
+    assert (job.out / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_training_that_is_killed_goes_on_and_ends_the_same(
+    job: FitJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load_file(run_fit(job, QUIET) / "model.safetensors")
+    killed = replace(job, out=tmp_path / "killed")
+    monkeypatch.setattr(module, "_CHECKPOINT_S", 0.0)
+
+    def kill(report: module.FitReport) -> str:
+        if report.step == 3:
+            raise KeyboardInterrupt
+        return ""
+
+    with monkeypatch.context() as once:
+        once.setattr(module, "_line", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run_fit(killed, QUIET)
+    assert not (killed.out / "drafter").exists()
+    resumed = load_file(run_fit(killed, QUIET) / "model.safetensors")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert [line["step"] for line in read_metrics(killed.out)] == [3, 6]
+
+
+def test_other_options_are_refused_on_resume(job: FitJob) -> None:
+    run_fit(job, QUIET)
+    changed = replace(job, config=replace(job.config, learning_rate=1e-4))
+    with pytest.raises(CheckpointError, match="other values of learning_rate"):
+        run_fit(changed, QUIET)
+
+
+def test_more_steps_go_on_from_the_end(job: FitJob) -> None:
+    run_fit(job, QUIET)
+    run_fit(replace(job, config=replace(job.config, num_steps=9)), QUIET)
+    assert [line["step"] for line in read_metrics(job.out)] == [3, 6, 9]
+
+
+def test_a_drafter_can_start_from_another_one(job: FitJob, tmp_path: Path) -> None:
+    first = run_fit(job, QUIET)
+    again = replace(job, out=tmp_path / "again", start_from=str(first))
+    second = run_fit(again, QUIET)
+    provenance = json.loads((second / "provenance.json").read_text())
+    assert provenance["training"]["start_from"] == str(first)
+    assert load_drafter(second, job.target.load()).draft_token_ids is not None
+
+
+def test_two_processes_train_the_same_network_as_each_other(job: FitJob) -> None:
+    folder = run_fit(replace(job, num_workers=2), QUIET)
+    assert json.loads((folder / "provenance.json").read_text())["num_workers"] == 2
+    assert [path.name for path in job.out.glob(".peers*")] == []
+
+
+def test_samples_of_other_layers_are_refused(job: FitJob) -> None:
+    shape = replace(job.network, target_layer_ids=(0, 1))
+    with pytest.raises(CheckpointError, match="layer_ids"):
+        run_fit(replace(job, network=shape), QUIET)
+
+
+def test_a_folder_without_samples_is_named(job: FitJob, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Let the target answer more prompts"):
+        run_fit(replace(job, samples=tmp_path / "nothing"), QUIET)
+
+
+def test_more_workers_than_sequences_are_refused(job: FitJob) -> None:
+    with pytest.raises(OptionError, match="num_workers"):
+        replace(job, num_workers=3)
