@@ -1,4 +1,4 @@
-"""The command line: `ddtree generate` and `ddtree doctor`.
+"""The command line: `ddtree generate`, `ddtree train` (cli_train) and `ddtree doctor`.
 
 Text goes to standard output as it comes, everything else to standard error, so that output can be
 piped. A user's mistake is one line and exit code 2.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from ddtree import __version__
+from ddtree.cli_options import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair
+from ddtree.cli_train import train
 from ddtree.config import DecodeConfig
 from ddtree.errors import OptionError, PromptError, UserError
 
@@ -33,19 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-train = typer.Typer(help="Make a drafter for a target, stage by stage.", no_args_is_help=True)
 app.add_typer(train, name="train")
-
-# Options that several commands share.
-_Target = Annotated[str, typer.Option(help="Hub id, local folder, or the embedded smollm2-135m.")]
-_Drafter = Annotated[
-    str | None,
-    typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
-]
-_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-_Dtype = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16 or float16 (auto on CPU: float32).")
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +82,8 @@ def _options(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help='The user\'s message, or "-" for standard input.')],
-    target: _Target = "smollm2-135m",
-    drafter: _Drafter = None,
+    target: TargetOption = "smollm2-135m",
+    drafter: DrafterOption = None,
     method: Annotated[
         str, typer.Option(help="ddtree (draft tree), dflash (chain) or ar (plain decoding).")
     ] = "ddtree",
@@ -119,8 +108,8 @@ def generate(
         str | None, typer.Option(help="System message.", show_default="the template's")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -149,53 +138,17 @@ def generate(
         )
     request = _Request(prompt=_read_prompt(prompt), system=system, raw=raw)
     needs_drafter = compare or method != "ar"
-    pair = _load(target, drafter, device, dtype, needs_drafter=needs_drafter)
+    pair = load_pair(target, drafter, device, dtype, needs_drafter=needs_drafter)
     if compare:
         _compare(pair, request, config, as_json=as_json)
     else:
         _generate(pair, request, config, as_json=as_json)
 
 
-@train.command("respond")
-def train_respond(
-    prompts: Annotated[
-        list[Path], typer.Option(help="JSON lines with a prompt or turns; .gz too; repeatable.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for responses.jsonl; resumed if it is there.")],
-    target: _Target = "smollm2-135m",
-    max_new_tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 192,
-    num_rows: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 32,
-    temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 0.8,
-    sampled_share: Annotated[
-        float, typer.Option(help="Share that is sampled; the others are greedy.")
-    ] = 0.4,
-    samples_per_prompt: Annotated[
-        int, typer.Option(help="Responses per prompt; from the second on all are sampled.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Decides what is sampled, and how.")] = 0,
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
-) -> None:
-    """Let the target answer prompts, as text for a drafter to learn from."""
-    from ddtree.train.respond import RespondConfig
-    from ddtree.train.run import run_respond
-
-    config = RespondConfig(
-        max_new_tokens=max_new_tokens,
-        num_rows=num_rows,
-        temperature=temperature,
-        sampled_share=sampled_share,
-        samples_per_prompt=samples_per_prompt,
-        seed=seed,
-    )
-    pair = _load(target, None, device, dtype, needs_drafter=False)
-    run_respond(pair.target, prompts, out, config, Console(stderr=True))
-
-
 @app.command()
 def doctor(
-    target: _Target = "smollm2-135m",
-    drafter: _Drafter = None,
+    target: TargetOption = "smollm2-135m",
+    drafter: DrafterOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what is installed, which backends work, and whether target and drafter fit together."""
@@ -208,21 +161,6 @@ def doctor(
         examination.show(report, Console())
     if not report.well:
         raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _load(
-    target: str, drafter: str | None, device: str, dtype: str, *, needs_drafter: bool
-) -> Pair:
-    from transformers.utils import logging as transformers_logging
-
-    from ddtree.models.loading import load_target
-    from ddtree.pair import Pair, load
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    if not needs_drafter:
-        return Pair(load_target(target, device=device, dtype=dtype, say=_say), None)
-    return load(target, drafter, device=device, dtype=dtype, say=_say)
 
 
 def _generate(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bool) -> None:
@@ -285,7 +223,3 @@ def _read_standard_input() -> str:
             got=str(error),
             remedy="Convert the input to UTF-8 first.",
         ) from error
-
-
-def _say(message: str) -> None:
-    Console(stderr=True).print(message, style="dim", soft_wrap=True, markup=False)

@@ -118,6 +118,27 @@ OPTIONS = {
         "--compare",
     ],
     "doctor": ["--target", "--drafter", "--json"],
+    "train": [
+        "--prompts",
+        "--out",
+        "--target",
+        "--recipe",
+        "--num-steps",
+        "--num-workers",
+        "--device",
+        "--dtype",
+    ],
+    "train fit": [
+        "--samples",
+        "--out",
+        "--target",
+        "--recipe",
+        "--num-steps",
+        "--start-from",
+        "--num-workers",
+        "--device",
+        "--dtype",
+    ],
     "train respond": [
         "--prompts",
         "--out",
@@ -128,6 +149,30 @@ OPTIONS = {
         "--sampled-share",
         "--samples-per-prompt",
         "--seed",
+        "--record-layers",
+        "--num-workers",
+        "--device",
+        "--dtype",
+    ],
+    "train features": [
+        "--responses",
+        "--out",
+        "--layers",
+        "--target",
+        "--num-workers",
+        "--device",
+        "--dtype",
+    ],
+    "train evaluate": [
+        "--prompts",
+        "--out",
+        "--target",
+        "--drafter",
+        "--budgets",
+        "--max-new-tokens",
+        "--temperature",
+        "--seed",
+        "--limit",
         "--device",
         "--dtype",
     ],
@@ -137,7 +182,7 @@ OPTIONS = {
 def test_the_options_of_every_command_are_frozen() -> None:
     program = typer.main.get_command(cli.app)
     commands = dict(program.commands)
-    stages = commands.pop("train").commands
+    stages = commands["train"].commands
     commands.update({f"train {name}": command for name, command in stages.items()})
     found = {
         name: [p.opts[0] if p.opts[0].startswith("-") else p.opts[0].upper() for p in c.params]
@@ -674,4 +719,47 @@ def test_train_respond_names_a_missing_prompt_file(run: Run, tmp_path: Path) -> 
     done = run("train", "respond", "--prompts", str(tmp_path / "no"), "--out", str(tmp_path / "o"))
     assert done.code == 2
     assert "expected a readable file of JSON lines" in done.err
+    assert not (tmp_path / "o").exists()
+
+
+def test_train_respond_records_and_train_features_computes_the_rest(
+    run: Run, fitting: Folders, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "hello"}\n{"prompt": "why not"}\n')
+    target = ("--target", str(fitting.target), "--out", str(out))
+    respond = ("--prompts", str(prompts), "--max-new-tokens", "5", "--record-layers", "0,2")
+    assert run("train", "respond", *respond, *target).code == 0
+    (shard,) = (out / "samples").glob("*.safetensors")
+    recorded = load_file(shard)
+    features = ("--responses", str(out / "responses.jsonl"), "--layers", "0,2")
+    done = run("train", "features", *features, *target)
+    assert done.code == 0
+    assert "2 of 2 samples are there already" in " ".join(done.err.split())
+    shard.unlink()
+    done = run("train", "features", *features, *target)
+    assert (done.code, done.out) == (0, "")
+    assert "2 samples" in done.err
+    computed = load_file(out / "samples" / "samples-00000000.safetensors")
+    assert sorted(computed) == sorted(recorded)
+    assert_refused(run("train", "features", *features[:-1], "0,1", *target), "values of layer_ids")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--layers", "0,x"), "--layers: expected layer ids with commas between them, got '0,x'"),
+        (("--layers", "0,4"), "layers: expected different layer ids from 0 to 3, got 0,4"),
+        (("--layers", "0", "--num-workers", "0"), "num_workers: expected a whole number >= 1"),
+        (("--layers", "0", "--responses", "nowhere.jsonl"), "nowhere.jsonl: expected a readable"),
+    ],
+)
+def test_train_features_names_a_mistake_in_one_line(
+    options: tuple[str, ...], named: str, run: Run, fitting: Folders, tmp_path: Path
+) -> None:
+    responses = tmp_path / "r.jsonl"
+    responses.write_text('{"prompt": "hello", "response_ids": [1, 2]}\n')
+    given = ("--responses", str(responses), "--out", str(tmp_path / "o"))
+    done = run("train", "features", *given, "--target", str(fitting.target), *options)
+    assert_refused(done, named)
     assert not (tmp_path / "o").exists()

@@ -1,0 +1,43 @@
+"""Options that several commands of the command line share, and loading what they name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from ddtree.pair import Pair
+
+TargetOption = Annotated[
+    str, typer.Option(help="Hub id, local folder, or the embedded smollm2-135m.")
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16 or float16 (auto on CPU: float32).")
+]
+
+
+def load_pair(
+    target: str, drafter: str | None, device: str, dtype: str, *, needs_drafter: bool
+) -> Pair:
+    """The models that a command was asked for, without the library's own chatter."""
+    from transformers.utils import logging as transformers_logging
+
+    from ddtree.models.loading import load_target
+    from ddtree.pair import Pair, load
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if not needs_drafter:
+        return Pair(load_target(target, device=device, dtype=dtype, say=_say), None)
+    return load(target, drafter, device=device, dtype=dtype, say=_say)
+
+
+def _say(message: str) -> None:
+    Console(stderr=True).print(message, style="dim", soft_wrap=True, markup=False)

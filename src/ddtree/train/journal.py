@@ -1,0 +1,140 @@
+"""Results of a long run on disk, one a line, so that the run can go on where it was stopped.
+
+Knows nothing of what the records say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ddtree.errors import CacheWriteError, CheckpointError, first_line
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
+
+
+class Journal(Generic[Record]):
+    """Records on disk, a JSON object a line, with the run's description beside them.
+
+    A line is written whole and flushed; a last line that a kill cut short is dropped on opening.
+
+    Args:
+        path: of the lines; its folder is made if it is not there.
+        card: name of the file beside it that holds the description.
+        description: what decides the records; the folder of another run is refused.
+        parse: from a line to its record.
+
+    Raises:
+        CheckpointError: the folder belongs to a run with another description, or is damaged.
+        CacheWriteError: it cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        card: str,
+        description: Mapping[str, object],
+        parse: Callable[[str], Record],
+    ) -> None:
+        self.path = path
+        beside = path.parent / card
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if beside.exists() or path.exists():
+                _check_same(beside, description)
+            else:
+                write_whole(beside, json.dumps(description, indent=1) + "\n")
+            self.records = [
+                _parsed(parse, line, path, number)
+                for number, line in enumerate(_whole_lines(path), start=1)
+            ]
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise unwritable(path.parent, error) from error
+
+    def append(self, record: Record) -> None:
+        """Write one record."""
+        try:
+            self._file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        self.records.append(record)
+
+    def close(self) -> None:
+        """No more records."""
+        self._file.close()
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file beside its place and move it there: a kill leaves the old one whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    partial.replace(path)
+
+
+def unwritable(path: Path, error: OSError) -> CacheWriteError:
+    """The error for results that cannot be written."""
+    return CacheWriteError(
+        str(path),
+        expected="a writable folder with room",
+        got=str(error),
+        remedy="Free some space and run the same command again: nothing is lost.",
+    )
+
+
+def _check_same(card: Path, description: Mapping[str, object]) -> None:
+    try:
+        before = dict(json.loads(card.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            str(card),
+            expected="the description of the run whose results are in this folder",
+            got=first_line(error),
+            remedy="Give another --out, or delete the folder to start again.",
+        ) from error
+    now = json.loads(json.dumps(description))  # as it would be read back: tuples become lists
+    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    if changed:
+        raise CheckpointError(
+            str(card.parent),
+            expected="the folder of a run with the same models, prompts and options",
+            got=f"other values of {', '.join(changed)}",
+            remedy=f"Give another --out, or the options that are written in {card.name}.",
+        )
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines that were written whole; a torn last one is cut off the file."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    # Not splitlines: it also cuts at U+2028 and the like, which JSON allows inside a string.
+    return whole.decode("utf-8", errors="replace").split("\n")[:-1]
+
+
+def _parsed(parse: Callable[[str], Record], line: str, path: Path, number: int) -> Record:
+    try:
+        return parse(line)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}, line {number}",
+            expected="a result of this run",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            remedy="Delete the line: what is missing is made again.",
+        ) from error
