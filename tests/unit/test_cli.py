@@ -763,3 +763,21 @@ def test_train_features_names_a_mistake_in_one_line(
     done = run("train", "features", *given, "--target", str(fitting.target), *options)
     assert_refused(done, named)
     assert not (tmp_path / "o").exists()
+
+
+def test_train_evaluate_measures_a_drafter_and_shows_what_it_found(
+    run: Run, fitting: Folders, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "held-out.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "hello"}\n{"prompt": "why not"}\n')
+    options = ("--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "4")
+    done = run("train", "evaluate", *fitting.options, *options, "--budgets", "3", "--limit", "1")
+    assert (done.code, done.out) == (0, "")
+    for part in ("held-out", "chain", "B=3", "top 16", "same tokens on 1 of 1 prompts"):
+        assert part in done.err
+    for name in ("measured.jsonl", "evaluation.json", "evaluation.md", "evaluation.png"):
+        assert (out / name).stat().st_size > 0
+    done = run("train", "evaluate", *fitting.options, *options)
+    assert_refused(done, "other values of budgets, limit, prompts_sha256")
+    done = run("train", "evaluate", *fitting.options, *options, "--budgets", "8;16")
+    assert_refused(done, "budgets: expected whole numbers with commas between them, got '8;16'")

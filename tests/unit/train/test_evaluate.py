@@ -45,7 +45,7 @@ from tests.support.tokenizers import tiny_tokenizer
 PROMPT = SuitePrompt(suite="test", index=0, prompt="the quick brown fox")
 L = 7
 B = L + 1
-LENGTH = 1 + 3 * B
+LENGTH = 1 + 2 * B
 
 
 def target() -> Target:
@@ -86,16 +86,16 @@ def test_a_perfect_drafter_is_right_at_all_depths_and_has_tau_b() -> None:
     assert evaluation.taus == (B, B, B)
     for accuracy in (evaluation.along, evaluation.in_rounds, evaluation.suites[0].along):
         assert accuracy.top_1 == accuracy.top_5 == accuracy.top_16 == (1.0,) * L
-    assert result.in_rounds.num_positions == (3,) * L
+    assert result.in_rounds.num_positions == (2,) * L
     # The first root is the prefill's token; depth k of a root ends k positions before the text.
     assert result.along.num_positions == tuple(LENGTH - k for k in range(1, B))
 
 
 def test_the_last_round_of_a_perfect_drafter_ends_with_the_text() -> None:
     result = measure(sure(script(LENGTH + 3)), max_new_tokens=LENGTH + 3)
-    assert [arm.accepted for arm in result.arms] == [(L, L, L, 2)] * 2
+    assert [arm.accepted for arm in result.arms] == [(L, L, 2)] * 2
     assert result.arms[0].num_tokens == LENGTH + 2
-    assert result.in_rounds.num_positions == (4, 4, 3, 3, 3, 3, 3)
+    assert result.in_rounds.num_positions == (3, 3, 2, 2, 2, 2, 2)
 
 
 def test_a_hostile_drafter_is_never_right_and_has_tau_1() -> None:
