@@ -74,12 +74,14 @@ def read_recipe(path: Path) -> Recipe:
         ) from error
     _check_keys(raw, (*_TOP, *_SECTIONS), path, "")
     evaluate = _table(raw, "evaluate", path)
-    responses = _text(raw, "responses", path)
+    responses, start_from = _text(raw, "responses", path), _text(raw, "start_from", path)
+    if start_from is not None and (path.parent / start_from).is_dir():
+        start_from = str(path.parent / start_from)
     return Recipe(
         target=_text(raw, "target", path),
         prompts=_files(raw, "prompts", path),
         responses=None if responses is None else path.parent / responses,
-        start_from=_text(raw, "start_from", path),
+        start_from=start_from,
         respond=_config(RespondConfig, _table(raw, "respond", path), path, "respond"),
         network=_config(NetworkConfig, _table(raw, "network", path), path, "network"),
         fit=_config(FitConfig, _table(raw, "fit", path), path, "fit"),

@@ -66,7 +66,7 @@ class FitJob:
         network: the drafter's shape.
         config: see `FitConfig`.
         start_from: a drafter whose weights and shape to begin with, in place of random ones of the
-            shape of `network`.
+            shape of `network`; if it can say every token, `network` may still bound that.
         num_workers: processes that share each step.
 
     Raises:
@@ -194,6 +194,7 @@ def _begin(
             said.extend(response)
     check_split(training, validating)
     network, draft_token_ids = _network(job, target, said)
+    first_weights = _digest(network)
     claim_folder(job.samples, job.target.samples_description(network.config.target_layer_ids))
     fit = Fit(
         network=network.to(target.device),
@@ -211,7 +212,8 @@ def _begin(
         "samples_sha256": digest.hexdigest(),
         "num_responses": len(training),
         "num_response_tokens": len(said),
-        "start_from": job.start_from,
+        "start_from": job.start_from and Path(job.start_from).name,
+        "first_weights_sha256": first_weights,
         **asdict(job.network),
         **asdict(job.config),
     }
@@ -228,8 +230,16 @@ def _network(
         return new_network(config, seed=job.config.seed).to(torch.float32), ids
     drafter = load_drafter(job.start_from, target)
     known = drafter.draft_token_ids
-    ids = None if known is None else tuple(known.tolist())
-    return drafter.network.to(torch.float32), ids
+    if known is None:
+        return drafter.network.to(torch.float32), most_frequent(said, job.network.draft_vocab_size)
+    return drafter.network.to(torch.float32), tuple(known.tolist())
+
+
+def _digest(network: DFlashNetwork) -> str:
+    digest = hashlib.sha256()
+    for parameter in network.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _lead(

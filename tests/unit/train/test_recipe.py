@@ -54,6 +54,12 @@ def test_every_section_reaches_its_stage_and_files_lie_beside_the_recipe(tmp_pat
     assert recipe.evaluate_prompts == (tmp_path / "held-out.jsonl",)
 
 
+def test_a_drafter_beside_the_recipe_is_found_there(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    recipe = read_recipe(write(tmp_path, 'start_from = "first"'))
+    assert recipe.start_from == str(tmp_path / "first")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -87,4 +93,6 @@ def test_the_shipped_recipe_is_right_and_its_files_are_there() -> None:
     assert recipe.target == "smollm2-135m"
     assert recipe.responses is not None
     assert recipe.responses.exists()
+    assert recipe.start_from is not None
+    assert Path(recipe.start_from).is_dir()
     assert recipe.fit.num_steps > 1000
