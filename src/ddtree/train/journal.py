@@ -45,12 +45,20 @@ class Journal(Generic[Record]):
     ) -> None:
         self.path = path
         beside = path.parent / card
+        if path.exists() and not beside.exists():
+            raise CheckpointError(
+                str(path.parent),
+                expected=f"a {card} beside {path.name}, which says of which run it is",
+                got="none",
+                remedy="Give another --out, or delete the folder to start again.",
+            )
+        keep_card(
+            beside,
+            description,
+            expected="the folder of a run with the same models, prompts and options",
+            remedy=f"Give another --out, or the options that are written in {card}.",
+        )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if beside.exists() or path.exists():
-                _check_same(beside, description)
-            else:
-                write_whole(beside, json.dumps(description, indent=1) + "\n")
             self.records = [
                 _parsed(parse, line, path, number)
                 for number, line in enumerate(_whole_lines(path), start=1)
@@ -84,7 +92,37 @@ def write_whole(path: Path, content: str | bytes) -> None:
     partial.replace(path)
 
 
-def unwritable(path: Path, error: OSError) -> CacheWriteError:
+def keep_card(card: Path, description: Mapping[str, object], *, expected: str, remedy: str) -> None:
+    """Write a run's description as JSON, or compare it with the one that is there.
+
+    Raises:
+        CheckpointError: another description, or an unreadable one.
+        CacheWriteError: it cannot be written.
+    """
+    try:
+        card.parent.mkdir(parents=True, exist_ok=True)
+        if not card.exists():
+            write_whole(card, json.dumps(description, indent=1) + "\n")
+            return
+        before = dict(json.loads(card.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise unwritable(card.parent, error) from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            str(card), expected="a JSON object", got=first_line(error), remedy="Give another --out."
+        ) from error
+    now = json.loads(json.dumps(description))  # as it would be read back: tuples become lists
+    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    if changed:
+        raise CheckpointError(
+            str(card.parent),
+            expected=expected,
+            got=f"other values of {', '.join(changed)}",
+            remedy=remedy,
+        )
+
+
+def unwritable(path: Path, error: Exception) -> CacheWriteError:
     """The error for results that cannot be written."""
     return CacheWriteError(
         str(path),
@@ -92,27 +130,6 @@ def unwritable(path: Path, error: OSError) -> CacheWriteError:
         got=str(error),
         remedy="Free some space and run the same command again: nothing is lost.",
     )
-
-
-def _check_same(card: Path, description: Mapping[str, object]) -> None:
-    try:
-        before = dict(json.loads(card.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            str(card),
-            expected="the description of the run whose results are in this folder",
-            got=first_line(error),
-            remedy="Give another --out, or delete the folder to start again.",
-        ) from error
-    now = json.loads(json.dumps(description))  # as it would be read back: tuples become lists
-    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
-    if changed:
-        raise CheckpointError(
-            str(card.parent),
-            expected="the folder of a run with the same models, prompts and options",
-            got=f"other values of {', '.join(changed)}",
-            remedy=f"Give another --out, or the options that are written in {card.name}.",
-        )
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -1,15 +1,13 @@
-"""Responses on disk: JSON lines, written one at a time, read back with their mistakes named."""
+"""Responses on disk: JSON lines, read back with their mistakes named."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree.errors import PromptError
 from ddtree.train.prompts import read_lines
-from ddtree.train.samples import keep_card, unwritable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,59 +30,11 @@ class Response:
     response_ids: tuple[int, ...]
     finished: bool
 
-
-class ResponseFile:
-    """Responses on disk, a JSON object a line, with the run's description beside them.
-
-    A line is written whole and flushed; a last line that a kill cut short is dropped on opening.
-
-    Args:
-        folder: holds responses.jsonl and respond.json; made if it is not there.
-        description: what decides the responses; a folder of another run is refused.
-
-    Raises:
-        CheckpointError: the folder belongs to a run with another description.
-        PromptError: a line that is not a response.
-        CacheWriteError: it cannot be written.
-    """
-
-    def __init__(self, folder: Path, description: Mapping[str, object]) -> None:
-        self.path = folder / "responses.jsonl"
-        keep_card(
-            folder / "respond.json",
-            description,
-            expected="the folder of a run with the same target, prompts and options",
-            remedy="Give another --out, or the options that are written in respond.json.",
-        )
-        try:
-            self.responses = read_responses(self.path) if self._num_whole_bytes() else []
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise unwritable(folder, error) from error
-
-    def append(self, response: Response) -> None:
-        """Write one response."""
-        try:
-            self._file.write(json.dumps(asdict(response)) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-        self.responses.append(response)
-
-    def close(self) -> None:
-        """No more responses."""
-        self._file.close()
-
-    def _num_whole_bytes(self) -> int:
-        """Size of the file, after a last line that was cut short is dropped."""
-        if not self.path.exists():
-            return 0
-        raw = self.path.read_bytes()
-        num_whole = raw.rfind(b"\n") + 1
-        if num_whole < len(raw):
-            with self.path.open("r+b") as file:
-                file.truncate(num_whole)
-        return num_whole
+    @classmethod
+    def parse(cls, line: str) -> Response:
+        """From a line of JSON, as `dataclasses.asdict` gives it."""
+        raw = json.loads(line)
+        return cls(**{**raw, "response_ids": tuple(raw["response_ids"])})
 
 
 def read_responses(file: Path) -> list[Response]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,9 +33,10 @@ from ddtree.train.features import (
     is_trainable,
     missing,
 )
+from ddtree.train.journal import Journal
 from ddtree.train.prompts import TrainingPrompt, read_prompts
 from ddtree.train.respond import RespondConfig, respond
-from ddtree.train.responses import Response, ResponseFile, read_responses
+from ddtree.train.responses import Response, read_responses
 from ddtree.train.samples import (
     MIN_RESPONSE_TOKENS,
     NUM_FAVOURITES,
@@ -151,7 +152,7 @@ def run_respond(job: RespondJob, console: Console) -> None:
     """Answer the prompts of some files into a folder; goes on where an earlier run stopped.
 
     Raises:
-        UserError: see `read_prompts`, `respond`, `ResponseFile`, `claim_folder`, `in_processes`.
+        UserError: see `read_prompts`, `respond`, `Journal`, `claim_folder`, `in_processes`.
     """
     prompts = read_prompts(job.prompt_files)
     job.target.fetch(_saying(console))
@@ -166,10 +167,10 @@ def run_respond(job: RespondJob, console: Console) -> None:
         "layer_ids": list(job.layer_ids),
     }
     total = len(prompts) * job.config.samples_per_prompt
-    with closing(ResponseFile(job.out, description)) as file:
+    with closing(_journal(job.out, description)) as file:
         if job.layer_ids:
             claim_folder(_samples(job.out), job.target.samples_description(job.layer_ids))
-        done = frozenset(response.index for response in file.responses)
+        done = frozenset(response.index for response in file.records)
         if done:
             console.print(f"{len(done)} of {total} responses are there already.")
         if len(done) < total:
@@ -178,8 +179,8 @@ def run_respond(job: RespondJob, console: Console) -> None:
                 for response in _items(work, job.num_workers):
                     file.append(response)
                     advance(len(response.response_ids))
-    total_tokens = sum(len(response.response_ids) for response in file.responses)
-    console.print(f"{len(file.responses)} responses, {total_tokens} tokens: {file.path}")
+    total_tokens = sum(len(response.response_ids) for response in file.records)
+    console.print(f"{len(file.records)} responses, {total_tokens} tokens: {file.path}")
 
 
 def run_features(job: FeaturesJob, console: Console) -> None:
@@ -266,6 +267,15 @@ def _bar(
             progress.update(task, advance=1, speed=f"{speed:.0f} tokens/s")
 
         yield advance
+
+
+def _journal(out: Path, description: Mapping[str, object]) -> Journal[Response]:
+    return Journal(
+        out / "responses.jsonl",
+        card="respond.json",
+        description=description,
+        parse=Response.parse,
+    )
 
 
 def _samples(out: Path) -> Path:

@@ -7,7 +7,6 @@ models nor prompts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddtree.errors import CacheWriteError, CheckpointError, first_line
+from ddtree.train.journal import keep_card, unwritable
 
 NUM_FAVOURITES = 16
 """k, the ranks of the target's own distribution that are kept for every response token."""
@@ -233,46 +233,4 @@ def claim_folder(folder: Path, description: Mapping[str, object]) -> None:
         description,
         expected="a folder of samples of the same target, dtype and layers",
         remedy=f"Give another --out, or the options that are written in {CARD}.",
-    )
-
-
-def keep_card(card: Path, description: Mapping[str, object], *, expected: str, remedy: str) -> None:
-    """Write a run's description as JSON, in one move, or compare it with the one that is there.
-
-    Raises:
-        CheckpointError: another description, or an unreadable one.
-        CacheWriteError: it cannot be written.
-    """
-    now = json.loads(json.dumps(description))
-    try:
-        card.parent.mkdir(parents=True, exist_ok=True)
-        if not card.exists():
-            partial = card.with_suffix(".partial")
-            partial.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-            partial.replace(card)
-            return
-        before = dict(json.loads(card.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise unwritable(card.parent, error) from error
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            str(card), expected="a JSON object", got=first_line(error), remedy="Give another --out."
-        ) from error
-    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
-    if changed:
-        raise CheckpointError(
-            str(card.parent),
-            expected=expected,
-            got=f"other values of {', '.join(changed)}",
-            remedy=remedy,
-        )
-
-
-def unwritable(path: Path, error: Exception) -> CacheWriteError:
-    """The error for a disk that is full or a folder that cannot be written."""
-    return CacheWriteError(
-        str(path),
-        expected="a writable folder with room",
-        got=str(error),
-        remedy="Free some space and run the same command again: nothing is lost.",
     )

@@ -72,9 +72,9 @@ def test_the_folder_of_another_run_is_refused_by_what_changed(tmp_path: Path) ->
 
 
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
-    (lambda folder: (folder / "run.json").unlink(), "run.json: expected the description"),
-    (lambda folder: (folder / "run.json").write_text("{"), "run.json: expected the description"),
-    (lambda folder: (folder / "run.json").write_text("[1]"), "run.json: expected the description"),
+    (lambda folder: (folder / "run.json").unlink(), "expected a run.json beside notes.jsonl"),
+    (lambda folder: (folder / "run.json").write_text("{"), "run.json: expected a JSON object"),
+    (lambda folder: (folder / "run.json").write_text("[1]"), "run.json: expected a JSON object"),
     (lambda folder: (folder / "notes.jsonl").write_text("{\n"), "line 1: expected a result"),
     (lambda folder: (folder / "notes.jsonl").write_text('{"name": "x"}\n'), "line 1: expected"),
     (lambda folder: (folder / "notes.jsonl").write_bytes(b"\xff\n"), "line 1: expected"),

@@ -193,7 +193,7 @@ def test_a_line_that_is_no_response_is_named_and_stays(run: Run, tmp_path: Path)
     run(tmp_path / "out")
     file = tmp_path / "out" / "responses.jsonl"
     file.write_text(file.read_text() + "{}\n")
-    with pytest.raises(PromptError, match=f"line {len(TEXTS) + 1}: expected a response"):
+    with pytest.raises(CheckpointError, match=f"line {len(TEXTS) + 1}: expected a result"):
         run(tmp_path / "out")
 
 
