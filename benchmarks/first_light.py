@@ -119,7 +119,7 @@ def card(options: argparse.Namespace) -> dict[str, object]:
         "machine": f"{os.cpu_count()} cores, {model}, "
         f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "target": "smollm2-135m, float32",
-        "drafter": "smollm2-135m-v0",
+        "drafter": "the one shipped with smollm2-135m",
         "decoding": f"greedy, at most {options.max_new_tokens} new tokens",
         "seed": options.seed,
     }

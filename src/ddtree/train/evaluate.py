@@ -199,7 +199,7 @@ def evaluate(
     *,
     done: frozenset[tuple[str, int]] = frozenset(),
 ) -> Iterator[PromptResult]:
-    """Measure prompt after prompt.
+    """Measure prompt after prompt: the first of every suite, then the second, and so on.
 
     Args:
         pair: with a drafter.
@@ -211,6 +211,8 @@ def evaluate(
         UserError: see `check_prompts`; before any work.
     """
     waiting = [prompt for prompt in prompts if (prompt.suite, prompt.index) not in done]
+    # In turns, so that a run that is stopped early has seen every suite.
+    waiting.sort(key=lambda prompt: prompt.index)
     encoded = check_prompts(pair, waiting, config)
     assert pair.drafter is not None, "check_prompts wants one"
     for prompt, ids in zip(waiting, encoded, strict=True):

@@ -252,6 +252,8 @@ def test_the_headline_is_the_mean_over_suites_of_tokens_by_rounds(
 ) -> None:
     wanted = job(files, tmp_path / "out")
     results = list(evaluate(wanted.pair, read_suites(files, None), wanted.config))
+    in_turns = [("fox", 0), ("dog", 0), ("fox", 1)]
+    assert [(r.suite, r.index) for r in results] == in_turns
     evaluation = summarise(results[::-1], list(SUITES))
     assert [(s.name, s.num_prompts) for s in evaluation.suites] == [("fox", 2), ("dog", 1)]
     for arm in range(2):
