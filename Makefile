@@ -1,6 +1,6 @@
 # make demo   from nothing to generated text: environment, install, embedded default, the main job
 # make test   the same environment: lint, types, all tests, the oldest transformers
-# make bench  the numbers of the README, again (half an hour on two cores)
+# make bench  the numbers of the README, again (an hour on two cores)
 # All rest on `make setup`, which makes .venv and does nothing when it is up to date.
 #
 # On Linux without an NVIDIA GPU, PyPI's torch brings several GB of CUDA along. Avoid it with
@@ -41,7 +41,7 @@ tests: setup
 
 # The oldest supported transformers, laid over the same environment: whatever touches the library.
 OLDEST_TESTS := $(addprefix tests/lossless/test_,greedy_equality.py cache_equality.py custom_generate.py) \
-	tests/unit/models tests/unit/train
+	tests/unit/models $(addprefix tests/unit/train/test_,respond.py features.py packing.py)
 
 oldest: .oldest/.ready
 	PYTHONPATH=.oldest $(BIN)/python -m pytest --numprocesses 2 -m "not embedded" $(OLDEST_TESTS)
@@ -54,6 +54,8 @@ oldest: .oldest/.ready
 bench: setup
 	$(BIN)/python benchmarks/first_light.py --limit 8 --max-new-tokens 64 --out benchmarks/results
 	$(BIN)/python benchmarks/memory.py --context 2000 --max-new-tokens 32 --out benchmarks/results
+	$(BIN)/python benchmarks/draft_cost.py --out benchmarks/results
+	$(BIN)/python benchmarks/training.py --out benchmarks/results
 
 clean:
 	rm -rf .venv .oldest .mypy_cache .ruff_cache .pytest_cache
