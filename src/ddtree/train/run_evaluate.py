@@ -82,7 +82,7 @@ def run_evaluate(job: EvaluateJob, console: Console) -> Evaluation:
     plots.check_installed()
     prompts = read_suites(job.files, job.config.limit)
     check_prompts(job.pair, prompts, job.config)
-    description = _description(job, prompts)
+    description = _description(job)
     journal = Journal(
         job.out / "measured.jsonl",
         card="evaluate.json",
@@ -91,12 +91,14 @@ def run_evaluate(job: EvaluateJob, console: Console) -> Evaluation:
     )
     with closing(journal):
         if journal.records:
-            console.print(f"{len(journal.records)} of {len(prompts)} prompts are there already.")
+            console.print(f"{len(journal.records)} prompts are there already.")
         _measure(job, prompts, journal, console)
         suites = list(dict.fromkeys(prompt.suite for prompt in prompts))
-        evaluation = summarise(journal.records, suites)
+        wanted = {(prompt.suite, prompt.index) for prompt in prompts}
+        records = [r for r in journal.records if (r.suite, r.index) in wanted]
+        evaluation = summarise(records, suites)
     drafter = getattr(job.pair.drafter, "name", type(job.pair.drafter).__name__)
-    card = {"drafter": drafter, **description, "versions": versions()}
+    card = {"drafter": drafter, "limit": job.config.limit, **description, "versions": versions()}
     _write(job.out, evaluation, card)
     show(evaluation, console)
     console.print(f"Written to {job.out}: evaluation.json, evaluation.md, evaluation.png.")
@@ -132,8 +134,9 @@ def show(evaluation: Evaluation, console: Console) -> None:
         console.print(line, style=style, markup=False)
 
 
-def _description(job: EvaluateJob, prompts: Sequence[SuitePrompt]) -> dict[str, object]:
-    """What decides the results."""
+def _description(job: EvaluateJob) -> dict[str, object]:
+    """What decides the results; how many prompts are measured does not, so it may be raised."""
+    prompts = read_suites(job.files, None)
     texts = "\n".join(f"{p.suite}\t{p.index}\t{p.prompt}" for p in prompts).encode()
     target, drafter = job.pair.target, job.pair.drafter
     assert drafter is not None, "check_prompts wants one"
@@ -142,7 +145,7 @@ def _description(job: EvaluateJob, prompts: Sequence[SuitePrompt]) -> dict[str, 
         "dtype": str(target.dtype),
         **_identity(drafter),
         "prompts_sha256": hashlib.sha256(texts).hexdigest(),
-        **asdict(job.config),
+        **{key: value for key, value in asdict(job.config).items() if key != "limit"},
     }
 
 

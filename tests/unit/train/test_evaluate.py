@@ -383,7 +383,7 @@ def test_an_interrupted_run_goes_on_and_finds_the_same(
     [
         ({"budgets": (8,)}, "budgets"),
         ({"temperature": 0.5, "seed": 0}, "temperature"),
-        ({"limit": 1}, "limit, prompts_sha256"),
+        ({"max_new_tokens": 3}, "max_new_tokens"),
     ],
 )
 def test_a_folder_of_another_run_is_refused_by_what_changed(
@@ -395,6 +395,24 @@ def test_a_folder_of_another_run_is_refused_by_what_changed(
     with pytest.raises(CheckpointError, match=f"other values of {named}"):
         run(job(files, out, **{"limit": 2, **changes}))
     assert (out / "measured.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_more_prompts_may_be_measured_later_and_fewer_summarised(
+    files: list[Path], tmp_path: Path
+) -> None:
+    first = run(job(files, tmp_path / "out", limit=1))
+    more = run(job(files, tmp_path / "out", limit=2))
+    assert repr(more) == repr(run(job(files, tmp_path / "whole", limit=2)))
+    assert repr(run(job(files, tmp_path / "out", limit=1))) == repr(first)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_other_prompts_are_another_run(files: list[Path], tmp_path: Path) -> None:
+    run(job(files, tmp_path / "out", limit=1))
+    files[0].write_text(files[0].read_text() + '{"prompt": "new"}\n')
+    with pytest.raises(CheckpointError, match="other values of prompts_sha256"):
+        run(job(files, tmp_path / "out", limit=1))
 
 
 @pytest.mark.usefixtures("undrawn")
