@@ -168,7 +168,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "expected", "got"), BROKEN, ids=str)
+@pytest.mark.parametrize(("damage", "expected", "got"), BROKEN)
 def test_a_broken_vocabulary_is_named_with_what_was_expected_and_what_came(
     damage: Callable[[Path], None], expected: str, got: str, tmp_path: Path, target: Target
 ) -> None:
