@@ -1,7 +1,7 @@
 """Processes that share each training step: every one takes some of its sequences.
 
-On a CPU that other work shares, two processes of one thread train faster than one of two; alone they
-are even. All keep the same weights: they start from the same ones and follow the same gradient.
+On a CPU that other work shares, two processes of one thread train faster than one of two; alone
+they are even. All keep the same weights: they start from the same and follow the same gradient.
 """
 
 from __future__ import annotations
