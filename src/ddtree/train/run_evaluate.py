@@ -170,7 +170,9 @@ def _measure(
     done = frozenset((record.suite, record.index) for record in journal.records)
     progress = Progress(*_COLUMNS, console=out, speed_estimate_period=_SPEED_WINDOW_S)
     with progress:
-        task = progress.add_task("", total=len(prompts), completed=len(done))
+        # An earlier run may have measured more prompts than this one wants.
+        num_done = sum((prompt.suite, prompt.index) in done for prompt in prompts)
+        task = progress.add_task("", total=len(prompts), completed=num_done)
         for result in evaluate(job.pair, prompts, job.config, done=done):
             journal.append(result)
             progress.update(task, advance=1, description=result.suite)
