@@ -80,8 +80,8 @@ def test_a_drafter_learns_to_count(options: dict[str, float]) -> None:
     after = fit.validate()
     assert before.accuracy[0] < 0.3
     if not options.get("soft_share"):  # the random target itself does not count
-        assert after.accuracy[0] > 0.9
-        assert after.chain_tau > 2.4
+        assert after.accuracy[0] > 0.6
+        assert after.chain_tau > 2
     assert after.loss < before.loss
 
 

@@ -127,7 +127,7 @@ def test_a_drafter_can_start_from_another_one(job: FitJob, tmp_path: Path) -> No
     again = replace(job, out=tmp_path / "again", start_from=str(first))
     second = run_fit(again, QUIET)
     provenance = json.loads((second / "provenance.json").read_text())
-    assert provenance["training"]["start_from"] == str(first)
+    assert provenance["training"]["start_from"] == first.name
     assert load_drafter(second, job.target.load()).draft_token_ids is not None
 
 
