@@ -270,7 +270,7 @@ def _arm_names(evaluation: Evaluation) -> list[str]:
 
 def _rich(title: str, rows: _Rows) -> Table:
     # Eleven columns must fit into a terminal of 80.
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     for place, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if place else "left")
     for row in rows[1:]:

@@ -285,6 +285,7 @@ def test_results_are_written_as_json_tables_and_a_chart(files: list[Path], tmp_p
     assert len(found["card"]["drafter_sha256"]) == 64
     page = (out / "evaluation.md").read_text()
     shown = console.export_text()
+    assert "…" not in shown, "cut off"
     tau = f"{evaluation.taus[2]:.2f}"
     for text, part in ((page, f"{tau} |"), (shown, tau)):
         assert "All arms said the same tokens on 3 of 3 prompts." in text
