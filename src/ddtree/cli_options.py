@@ -27,13 +27,10 @@ def load_pair(
     target: str, drafter: str | None, device: str, dtype: str, *, needs_drafter: bool
 ) -> Pair:
     """The models that a command was asked for, without the library's own chatter."""
-    from transformers.utils import logging as transformers_logging
-
-    from ddtree.models.loading import load_target
+    from ddtree.models.loading import load_target, silence_transformers
     from ddtree.pair import Pair, load
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    silence_transformers()
     if not needs_drafter:
         return Pair(load_target(target, device=device, dtype=dtype, say=_say), None)
     return load(target, drafter, device=device, dtype=dtype, say=_say)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from ddtree.cli_options import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair
 from ddtree.errors import OptionError
+
+if TYPE_CHECKING:
+    from ddtree.train.recipe import Recipe
 
 train = typer.Typer(help="Make a drafter for a target: all stages, or one of them.")
 
@@ -54,14 +57,11 @@ def train_all(
             remedy="Give --out DIR, or see `ddtree train --help`.",
         )
     from ddtree.train.pipeline import TrainJob, run_train
-    from ddtree.train.recipe import Recipe, read_recipe
-    from ddtree.train.run import TargetSource
+    from ddtree.train.target_source import TargetSource
 
-    wanted = Recipe() if recipe is None else read_recipe(recipe)
+    wanted = _recipe(recipe, num_steps)
     if prompts:
         wanted = replace(wanted, prompts=tuple(prompts), responses=None)
-    if num_steps is not None:
-        wanted = replace(wanted, fit=replace(wanted.fit, num_steps=num_steps))
     name = target or wanted.target or "smollm2-135m"
     job = TrainJob(
         target=TargetSource(name=name, device=device, dtype=dtype),
@@ -99,7 +99,8 @@ def train_respond(
 ) -> None:
     """Let the target answer prompts, as text for a drafter to learn from."""
     from ddtree.train.respond import RespondConfig
-    from ddtree.train.run import RespondJob, TargetSource, run_respond
+    from ddtree.train.run_respond import RespondJob, run_respond
+    from ddtree.train.target_source import TargetSource
 
     config = RespondConfig(
         max_new_tokens=max_new_tokens,
@@ -133,7 +134,8 @@ def train_features(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Keep what the target thinks of responses, where stage respond has not recorded it."""
-    from ddtree.train.run import FeaturesJob, TargetSource, run_features
+    from ddtree.train.run_features import FeaturesJob, run_features
+    from ddtree.train.target_source import TargetSource
 
     job = FeaturesJob(
         target=TargetSource(name=target, device=device, dtype=dtype),
@@ -161,18 +163,16 @@ def train_fit(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Train a drafter on samples."""
-    from ddtree.train.recipe import Recipe, read_recipe
-    from ddtree.train.run import TargetSource
     from ddtree.train.run_fit import FitJob, run_fit
+    from ddtree.train.target_source import TargetSource
 
-    wanted = Recipe() if recipe is None else read_recipe(recipe)
-    config = wanted.fit if num_steps is None else replace(wanted.fit, num_steps=num_steps)
+    wanted = _recipe(recipe, num_steps)
     job = FitJob(
         target=TargetSource(name=target, device=device, dtype=dtype),
         samples=samples,
         out=out,
         network=wanted.network,
-        config=config,
+        config=wanted.fit,
         start_from=start_from or wanted.start_from,
         num_workers=num_workers,
     )
@@ -216,6 +216,16 @@ def train_evaluate(
     evaluation = run_evaluate(job, Console(stderr=True))
     if not evaluation.agree and str(pair.target.dtype) == "torch.float32":
         raise typer.Exit(1)
+
+
+def _recipe(path: Path | None, num_steps: int | None) -> Recipe:
+    """The recipe, or the defaults, with the number of steps that the command line asks for."""
+    from ddtree.train.recipe import Recipe, read_recipe
+
+    recipe = Recipe() if path is None else read_recipe(path)
+    if num_steps is None:
+        return recipe
+    return replace(recipe, fit=replace(recipe.fit, num_steps=num_steps))
 
 
 def _layer_ids(text: str, option: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from ddtree.errors import (
     CheckpointError,
@@ -45,6 +46,12 @@ from ddtree.models.target import (
 
 # How transformers fails on values that it does not check itself.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+def silence_transformers() -> None:
+    """No log lines and no bars of the library's own: for programs that report themselves."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def load_target(

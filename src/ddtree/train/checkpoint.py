@@ -14,6 +14,10 @@ import torch
 
 from ddtree.errors import CacheWriteError, CheckpointError, first_line
 from ddtree.train.fit import Fit
+from ddtree.train.journal import changed_names
+
+# Steps may be added while the learning rate is constant; processes change rounding at most.
+_MAY_CHANGE = frozenset({"num_steps", "num_workers"})
 
 
 def save_checkpoint(fit: Fit, path: Path, description: Mapping[str, object]) -> None:
@@ -64,7 +68,7 @@ def load_checkpoint(fit: Fit, path: Path, description: Mapping[str, object]) -> 
             got=first_line(error),
             remedy="Delete it to start again from step 0.",
         ) from error
-    changed = _changed(before, json.loads(json.dumps(description)))
+    changed = [name for name in changed_names(before, description) if name not in _MAY_CHANGE]
     if changed:
         raise CheckpointError(
             str(path),
@@ -75,10 +79,3 @@ def load_checkpoint(fit: Fit, path: Path, description: Mapping[str, object]) -> 
     fit.network.load_state_dict(state["network"])
     fit.optimizer.load_state_dict(state["optimizer"])
     fit.step = int(state["step"])
-
-
-def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Names whose values differ; `num_steps` may grow while the learning rate is constant."""
-    free = {"num_steps", "num_workers"}
-    names = (before.keys() | now.keys()) - free
-    return sorted(name for name in names if before.get(name) != now.get(name))

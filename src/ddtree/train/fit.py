@@ -2,18 +2,15 @@
 
 Embedding and head are the target's and stay as they are. A step packs random anchors of some
 responses (`packing`), runs the network once over all blocks and follows the gradient of the
-`objective`.
-Knows no files but the samples; `run_fit` saves and resumes.
+`objective`. Knows no files but the samples; `run_fit` saves and resumes.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,9 +18,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from ddtree.errors import OptionError, PromptError
+from ddtree.errors import PromptError
 from ddtree.models.drafter import DFlashNetwork, shaped_logits
 from ddtree.models.target import Target
+from ddtree.train.fit_config import FitConfig
 from ddtree.train.objective import (
     NOT_IN_VOCABULARY,
     Objective,
@@ -31,91 +29,15 @@ from ddtree.train.objective import (
     depth_weights,
     in_draft_vocabulary,
     objective,
+    usual_gamma,
 )
 from ddtree.train.packing import PackedBlocks, choose_anchors, pack, packed_mask, slot_positions
 from ddtree.train.peers import Peers
 from ddtree.train.samples import Sample
-from ddtree.train.schedule import BatchPlan, learning_rate
+from ddtree.train.schedule import BatchPlan, learning_rate, short_reach
 
 _VALIDATION_EPOCH = -1
 _SCALE_SAMPLES = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitConfig:
-    """Options of the stage.
-
-    Args:
-        num_steps: gradient steps in all.
-        sequences_per_step: responses of one step.
-        anchors_per_sequence: blocks of each of them.
-        learning_rate: peak of AdamW's.
-        weight_decay: of the matrices.
-        warmup_steps: linear rise at the start.
-        decay_share: last share of the steps in which the learning rate falls to a fiftieth.
-        clip: most norm of the gradient.
-        gamma: depth k weighs exp(-(k - 1) / gamma); None: 4, 5, 7 for blocks of 8, 10, 16.
-        soft_share: share of the loss that asks for the target's distribution, not for the text.
-        short_share: first share of the steps that train on shortened blocks: a step's blocks reach
-            depth k with probability exp(-(k - 1) / gamma) and all depths weigh the same, which has
-            the same mean gradient as weighted whole blocks and costs half as much.
-        validation_share: share of the prompts that is only validated on.
-        seed: of first weights, order and anchors.
-        validate_every: steps between validations.
-
-    Raises:
-        OptionError: an option outside its range.
-    """
-
-    num_steps: int = 2000
-    sequences_per_step: int = 8
-    anchors_per_sequence: int = 16
-    learning_rate: float = 1.5e-3
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    decay_share: float = 0.4
-    clip: float = 1.0
-    gamma: float | None = None
-    soft_share: float = 0.0
-    short_share: float = 0.0
-    validation_share: float = 0.02
-    seed: int = 0
-    validate_every: int = 100
-
-    def __post_init__(self) -> None:
-        for field_ in fields(self):
-            name, value = field_.name, getattr(self, field_.name)
-            expected, is_right = _RANGES[name]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and is_right(value)) and not (name == "gamma" and value is None):
-                raise OptionError(
-                    name,
-                    expected=expected,
-                    got=repr(value),
-                    remedy=f"The default is {field_.default}.",
-                )
-
-
-_COUNT = ("a whole number >= 1", lambda x: isinstance(x, int) and x >= 1)
-_COUNT_OR_NONE = ("a whole number >= 0", lambda x: isinstance(x, int) and x >= 0)
-_POSITIVE = ("a number > 0", lambda x: 0 < x < math.inf)
-_SHARE = ("a number in [0, 1]", lambda x: 0 <= x <= 1)
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "num_steps": _COUNT,
-    "sequences_per_step": _COUNT,
-    "anchors_per_sequence": _COUNT,
-    "learning_rate": _POSITIVE,
-    "weight_decay": ("a number >= 0", lambda x: 0 <= x < math.inf),
-    "warmup_steps": _COUNT_OR_NONE,
-    "decay_share": _SHARE,
-    "clip": _POSITIVE,
-    "gamma": _POSITIVE,
-    "soft_share": _SHARE,
-    "short_share": _SHARE,
-    "validation_share": ("a number between 0 and 1", lambda x: 0 < x < 1),
-    "seed": _COUNT_OR_NONE,
-    "validate_every": _COUNT,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +68,9 @@ class FrozenHead:
             index = torch.full_like(every, NOT_IN_VOCABULARY)
             index[ids] = torch.arange(len(ids), device=device)
         return cls(
-            embedding=target.embed(every).detach().clone(),
-            weight=weight.detach().clone(),
-            bias=None if bias is None else bias.detach().clone(),
+            embedding=target.embed(every).detach(),
+            weight=weight,
+            bias=bias,
             draft_index=index,
         )
 
@@ -401,18 +323,6 @@ def hidden_of_blocks(
         [masks[kind] for kind in kinds],
     )
     return torch.unflatten(hidden, 1, (-1, size))[:, :, 1:]
-
-
-def short_reach(weights: Float[Tensor, " L"], step: int, seed: int) -> int:
-    """Depths of a step of shortened blocks: at least k with the probability that is k's weight."""
-    digest = hashlib.sha256(f"reach {seed} {step}".encode()).digest()
-    drawn = int.from_bytes(digest[:7], "big") / 2**56
-    return int((weights > drawn).sum())
-
-
-def usual_gamma(block_size: int) -> float:
-    """The decay that DFlash's authors use for blocks of 8, 10 and 16; half the block elsewhere."""
-    return {8: 4.0, 10: 5.0, 16: 7.0}.get(block_size, block_size / 2)
 
 
 def autocast(device: torch.device) -> AbstractContextManager[Any]:

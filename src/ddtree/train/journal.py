@@ -61,7 +61,7 @@ class Journal(Generic[Record]):
         try:
             self.records = [
                 _parsed(parse, line, path, number)
-                for number, line in enumerate(_whole_lines(path), start=1)
+                for number, line in enumerate(whole_lines(path), start=1)
             ]
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -111,8 +111,7 @@ def keep_card(card: Path, description: Mapping[str, object], *, expected: str, r
         raise CheckpointError(
             str(card), expected="a JSON object", got=first_line(error), remedy="Give another --out."
         ) from error
-    now = json.loads(json.dumps(description))  # as it would be read back: tuples become lists
-    changed = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    changed = changed_names(before, description)
     if changed:
         raise CheckpointError(
             str(card.parent),
@@ -120,6 +119,12 @@ def keep_card(card: Path, description: Mapping[str, object], *, expected: str, r
             got=f"other values of {', '.join(changed)}",
             remedy=remedy,
         )
+
+
+def changed_names(before: Mapping[str, object], description: Mapping[str, object]) -> list[str]:
+    """What differs between a description that was read from JSON and one of today."""
+    now = json.loads(json.dumps(description))  # as it would be read back: tuples become lists
+    return sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
 
 
 def unwritable(path: Path, error: Exception) -> CacheWriteError:
@@ -132,7 +137,7 @@ def unwritable(path: Path, error: Exception) -> CacheWriteError:
     )
 
 
-def _whole_lines(path: Path) -> list[str]:
+def whole_lines(path: Path) -> list[str]:
     """The lines that were written whole; a torn last one is cut off the file."""
     if not path.exists():
         return []

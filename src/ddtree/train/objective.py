@@ -40,6 +40,11 @@ def depth_weights(num_depths: int, gamma: float) -> Float[Tensor, " L"]:
     return torch.tensor([math.exp(-k / gamma) for k in range(num_depths)])
 
 
+def usual_gamma(block_size: int) -> float:
+    """The decay that DFlash's authors use for blocks of 8, 10 and 16; half the block elsewhere."""
+    return {8: 4.0, 10: 5.0, 16: 7.0}.get(block_size, block_size / 2)
+
+
 def in_draft_vocabulary(
     token_ids: Int64[Tensor, "*M"], draft_index: Int64[Tensor, " V"] | None
 ) -> Int64[Tensor, "*M"]:

@@ -7,7 +7,6 @@ before its anchor and the slots of its own block (CHECKPOINTS A; arXiv 2602.0603
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ddtree.train.samples import Sample
+from ddtree.train.schedule import generator_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,7 @@ def choose_anchors(sample: Sample, num_anchors: int, *, seed: int, epoch: int) -
 
     They depend on the seed, the epoch and the sample alone, so a resumed run draws the same ones.
     """
-    digest = hashlib.sha256(f"{seed} {epoch} {sample.index}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    generator = generator_of(f"{seed} {epoch} {sample.index}")
     num_places = sample.num_response_tokens - 1
     places = torch.randperm(num_places, generator=generator)[:num_anchors]
     return sorted((places + sample.num_prompt_tokens).tolist())

@@ -46,12 +46,7 @@ def plot_evaluation(evaluation: Evaluation, title: str) -> bytes:
     Returns:
         A PNG image.
     """
-    from matplotlib.figure import Figure
-
-    # A figure of its own, without pyplot: no window, no global state.
-    figure = Figure(figsize=(16, 5.2), layout="constrained")
-    figure.suptitle(title)
-    tau, accuracy, calibration = figure.subplots(1, 3)
+    figure, (tau, accuracy, calibration) = _three_panels(title)
     _draw_tau(tau, evaluation)
     _draw_accuracy(accuracy, evaluation)
     _draw_calibration(calibration, evaluation)
@@ -68,11 +63,7 @@ def plot_curve(metrics: Sequence[Mapping[str, Any]], title: str) -> bytes:
     Returns:
         A PNG image.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 5.2), layout="constrained")
-    figure.suptitle(title)
-    loss, accuracy, tau = figure.subplots(1, 3)
+    figure, (loss, accuracy, tau) = _three_panels(title)
     validated = [line for line in metrics if line["validation"] is not None]
     steps = [line["step"] for line in validated]
     found = [line["validation"] for line in validated]
@@ -91,6 +82,16 @@ def plot_curve(metrics: Sequence[Mapping[str, Any]], title: str) -> bytes:
     # Seven lines leave no corner free.
     accuracy.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _png(figure)
+
+
+def _three_panels(title: str) -> tuple[Figure, tuple[Axes, Axes, Axes]]:
+    from matplotlib.figure import Figure
+
+    # A figure of its own, without pyplot: no window, no global state.
+    figure = Figure(figsize=(16, 5.2), layout="constrained")
+    figure.suptitle(title)
+    left, middle, right = figure.subplots(1, 3)
+    return figure, (left, middle, right)
 
 
 def _draw_tau(axes: Axes, evaluation: Evaluation) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ddtree.errors import OptionError
 from ddtree.train.evaluate import EvaluateConfig
-from ddtree.train.fit import FitConfig
+from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import NetworkConfig
 from ddtree.train.respond import RespondConfig
 

@@ -12,14 +12,6 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from ddtree.draft import Drafter
@@ -39,17 +31,7 @@ from ddtree.train.evaluate import (
 )
 from ddtree.train.evaluation import Evaluation, as_json, summarise
 from ddtree.train.journal import Journal, unwritable, write_whole
-
-_COLUMNS = (
-    TextColumn("prompts"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TextColumn("{task.description}"),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
-)
-# Prompts take a minute each on a slow machine; rich would forget them after half of that.
-_SPEED_WINDOW_S = 3600.0
+from ddtree.train.progress import stage_progress
 
 _Rows = Sequence[Sequence[str]]
 
@@ -80,9 +62,11 @@ def run_evaluate(job: EvaluateJob, console: Console) -> Evaluation:
         UserError: see `read_suites`, `check_prompts`, `Journal` and `plots.check_installed`.
     """
     plots.check_installed()
-    prompts = read_suites(job.files, job.config.limit)
+    every = read_suites(job.files, None)
+    limit = job.config.limit
+    prompts = [prompt for prompt in every if limit is None or prompt.index < limit]
     check_prompts(job.pair, prompts, job.config)
-    description = _description(job)
+    description = _description(job, every)
     journal = Journal(
         job.out / "measured.jsonl",
         card="evaluate.json",
@@ -134,10 +118,9 @@ def show(evaluation: Evaluation, console: Console) -> None:
         console.print(line, style=style, markup=False)
 
 
-def _description(job: EvaluateJob) -> dict[str, object]:
+def _description(job: EvaluateJob, every: Sequence[SuitePrompt]) -> dict[str, object]:
     """What decides the results; how many prompts are measured does not, so it may be raised."""
-    prompts = read_suites(job.files, None)
-    texts = "\n".join(f"{p.suite}\t{p.index}\t{p.prompt}" for p in prompts).encode()
+    texts = "\n".join(f"{p.suite}\t{p.index}\t{p.prompt}" for p in every).encode()
     target, drafter = job.pair.target, job.pair.drafter
     assert drafter is not None, "check_prompts wants one"
     return {
@@ -168,8 +151,7 @@ def _measure(
 ) -> None:
     """Measure what is not measured yet, with a bar."""
     done = frozenset((record.suite, record.index) for record in journal.records)
-    progress = Progress(*_COLUMNS, console=out, speed_estimate_period=_SPEED_WINDOW_S)
-    with progress:
+    with stage_progress(out, "prompts") as progress:
         # An earlier run may have measured more prompts than this one wants.
         num_done = sum((prompt.suite, prompt.index) in done for prompt in prompts)
         task = progress.add_task("", total=len(prompts), completed=num_done)

@@ -14,17 +14,10 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from ddtree.errors import OptionError
 from ddtree.models.drafter import DFlashNetwork
@@ -33,26 +26,20 @@ from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
 from ddtree.train import plots
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
-from ddtree.train.fit import Fit, FitConfig, FrozenHead, StepResult, Validation, check_split
-from ddtree.train.journal import unwritable, write_whole
+from ddtree.train.fit import Fit, FrozenHead, StepResult, Validation, check_split
+from ddtree.train.fit_config import FitConfig
+from ddtree.train.journal import unwritable, whole_lines, write_whole
 from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
 from ddtree.train.peers import Peers
+from ddtree.train.progress import stage_progress
 from ddtree.train.provenance import origin
-from ddtree.train.run import TargetSource
 from ddtree.train.samples import MIN_RESPONSE_TOKENS, SampleSet, claim_folder
 from ddtree.train.schedule import held_out
-from ddtree.train.workers import in_processes
+from ddtree.train.target_source import TargetSource
+from ddtree.train.workers import items_of
 
 _CHECKPOINT_S = 120.0
 _REPORT_STEPS = 10
-_COLUMNS = (
-    TextColumn("steps"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TextColumn("{task.description}"),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +116,8 @@ def run_fit(job: FitJob, console: Console) -> Path:
     except OSError as error:
         raise unwritable(job.out, error) from error
     meeting_point = job.out / f".peers-{uuid.uuid4().hex}"
-    work = partial(_train, job, meeting_point)
-    many = job.num_workers > 1
-    reports = in_processes(work, job.num_workers) if many else work((0, 1))
-    with closing(reports), Progress(*_COLUMNS, console=console) as progress:
+    reports = items_of(partial(_train, job, meeting_point), job.num_workers)
+    with closing(reports), stage_progress(console, "steps") as progress:
         task = progress.add_task("", total=job.config.num_steps)
         try:
             for report in reports:
@@ -146,13 +131,9 @@ def run_fit(job: FitJob, console: Console) -> Path:
     return job.out / "drafter"
 
 
-def read_metrics(out: Path) -> list[dict[str, object]]:
-    """The lines of metrics.jsonl, first to last."""
-    path = out / "metrics.jsonl"
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, first to last; one that a kill cut short is dropped."""
+    return [json.loads(line) for line in whole_lines(out / "metrics.jsonl")]
 
 
 def _train(
@@ -224,15 +205,16 @@ def _network(
     job: FitJob, target: Target, said: list[int]
 ) -> tuple[DFlashNetwork, tuple[int, ...] | None]:
     """The first weights and the tokens that can be drafted."""
+    known = None
     if job.start_from is None:
-        config = drafter_config_for(target, job.network)
-        ids = most_frequent(said, job.network.draft_vocab_size)
-        return new_network(config, seed=job.config.seed).to(torch.float32), ids
-    drafter = load_drafter(job.start_from, target)
-    known = drafter.draft_token_ids
-    if known is None:
-        return drafter.network.to(torch.float32), most_frequent(said, job.network.draft_vocab_size)
-    return drafter.network.to(torch.float32), tuple(known.tolist())
+        network = new_network(drafter_config_for(target, job.network), seed=job.config.seed)
+    else:
+        drafter = load_drafter(job.start_from, target)
+        network, known = drafter.network, drafter.draft_token_ids
+    network = network.to(torch.float32)
+    if known is not None:
+        return network, tuple(known.tolist())
+    return network, most_frequent(said, job.network.draft_vocab_size)
 
 
 def _digest(network: DFlashNetwork) -> str:
@@ -248,7 +230,7 @@ def _lead(
     """Step after step, with reports, metrics and checkpoints."""
     config = job.config
     path = job.out / "metrics.jsonl"
-    kept = [line for line in read_metrics(job.out) if int(str(line["step"])) <= fit.step]
+    kept = [line for line in read_metrics(job.out) if line["step"] <= fit.step]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
     begin = saved = time.perf_counter()
     window = _Window()

@@ -191,6 +191,11 @@ class SampleSet(Sequence[Sample]):
                     yield index, token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]
 
 
+def samples_folder(out: Path) -> Path:
+    """Where stages respond and features put the samples of a run."""
+    return out / "samples"
+
+
 def _endings() -> Iterator[str]:
     yield ""
     yield from (f"-{number}" for number in count(1))

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 _STEPS_PER_GROUP = 8
 
@@ -42,7 +44,7 @@ class BatchPlan:
         return epoch, self._batches[place]
 
     def _order(self, epoch: int) -> list[list[int]]:
-        generator = _generator(self._seed, epoch)
+        generator = generator_of(f"order {self._seed} {epoch}")
         order = torch.randperm(len(self._lengths), generator=generator).tolist()
         size = self._batch_size
         order = order[: self.steps_per_epoch * size]
@@ -81,6 +83,14 @@ def learning_rate(step: int, *, peak: float, warmup: int, total: int, decay_shar
     return peak * rising * (0.02 + 0.98 * left)
 
 
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    digest = hashlib.sha256(f"order {seed} {epoch}".encode()).digest()
+def short_reach(weights: Float[Tensor, " L"], step: int, seed: int) -> int:
+    """Depths of a step of shortened blocks: at least k with the probability that is k's weight."""
+    digest = hashlib.sha256(f"reach {seed} {step}".encode()).digest()
+    drawn = int.from_bytes(digest[:7], "big") / 2**56
+    return int((weights > drawn).sum())
+
+
+def generator_of(words: str) -> torch.Generator:
+    """A generator whose draws depend on some words alone, on every machine."""
+    digest = hashlib.sha256(words.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

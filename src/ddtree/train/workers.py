@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import TypeVar
 
-from ddtree.errors import UserError
+from ddtree.errors import OptionError, UserError
 
 Item = TypeVar("Item")
 Work = Callable[[tuple[int, int]], Generator[Item, None, None]]
@@ -30,6 +30,28 @@ _GRACE_S = 20.0  # to write what is waiting; a worker that takes longer is kille
 
 class WorkerError(UserError):
     """A worker process that ended before its part was done."""
+
+
+def items_of(work: Work[Item], num_workers: int) -> Generator[Item, None, None]:
+    """What the parts give: in this process where it is one worker, else `in_processes`."""
+    items = work((0, 1)) if num_workers == 1 else in_processes(work, num_workers)
+    with closing(items):
+        yield from items
+
+
+def check_workers(num_workers: int) -> None:
+    """Refuse a stage without workers.
+
+    Raises:
+        OptionError: fewer than one.
+    """
+    if num_workers < 1:
+        raise OptionError(
+            "num_workers",
+            expected="a whole number >= 1",
+            got=num_workers,
+            remedy="1 works in this very process.",
+        )
 
 
 def in_processes(work: Work[Item], num_workers: int) -> Generator[Item, None, None]:

@@ -18,8 +18,10 @@ from ddtree.train.features import compute_samples
 from ddtree.train.prompts import TrainingPrompt
 from ddtree.train.respond import RespondConfig, respond
 from ddtree.train.responses import Response, read_responses
-from ddtree.train.run import FeaturesJob, RespondJob, TargetSource, run_features, run_respond
+from ddtree.train.run_features import FeaturesJob, run_features
+from ddtree.train.run_respond import RespondJob, run_respond
 from ddtree.train.samples import Sample, SampleSet
+from ddtree.train.target_source import TargetSource
 from tests.support.checkpoints import write_target
 from tests.support.models import NUM_LAYERS, VOCAB_SIZE, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
@@ -151,7 +153,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_samples(
             asked.append(sample.index)
             yield sample
 
-    monkeypatch.setattr("ddtree.train.run.compute_samples", killed)
+    monkeypatch.setattr("ddtree.train.run_features.compute_samples", killed)
     for _ in range(2):
         with pytest.raises(KilledError):
             run(tmp_path / "cut")
@@ -176,7 +178,7 @@ def test_recorded_samples_are_not_computed_again(
     config = RespondConfig(max_new_tokens=8)
     run_respond(RespondJob(**options, config=config, layer_ids=LAYER_IDS), Console(quiet=True))
     assert len(SampleSet(out / "samples")) == 6
-    monkeypatch.setattr("ddtree.train.run.compute_samples", None)
+    monkeypatch.setattr("ddtree.train.run_features.compute_samples", None)
     assert "6 of 6" in run(out, responses=out / "responses.jsonl")
     with pytest.raises(CheckpointError, match="other values of layer_ids"):
         run(out, layer_ids=(0, 1))

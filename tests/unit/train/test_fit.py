@@ -16,10 +16,12 @@ from ddtree.models.drafter import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.train import checkpoint as checkpoints
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
-from ddtree.train.fit import Fit, FitConfig, FrozenHead, short_reach, usual_gamma
+from ddtree.train.fit import Fit, FrozenHead
+from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
-from ddtree.train.objective import depth_weights
+from ddtree.train.objective import depth_weights, usual_gamma
 from ddtree.train.samples import Sample
+from ddtree.train.schedule import short_reach
 from tests.support.models import tiny_target
 from tests.support.samples import random_samples, sample_of
 

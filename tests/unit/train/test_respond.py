@@ -17,8 +17,9 @@ from ddtree.pair import Pair
 from ddtree.train.prompts import TrainingPrompt, read_prompts
 from ddtree.train.respond import RespondConfig, respond
 from ddtree.train.responses import Response, read_responses
-from ddtree.train.run import RespondJob, TargetSource, run_respond
+from ddtree.train.run_respond import RespondJob, run_respond
 from ddtree.train.samples import SampleSet
+from ddtree.train.target_source import TargetSource
 from tests.support.checkpoints import write_target
 from tests.support.models import tiny_model
 from tests.support.tokenizers import tiny_tokenizer
@@ -143,7 +144,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_answers(
                 raise KilledError
             yield answer
 
-    monkeypatch.setattr("ddtree.train.run.respond", killed)
+    monkeypatch.setattr("ddtree.train.run_respond.respond", killed)
     with pytest.raises(KilledError):
         run(tmp_path / "cut", layers=layers)
     assert len(SampleSet(tmp_path / "cut" / "samples")) == 3
@@ -157,7 +158,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_answers(
         asked.append(len(TEXTS) - len(done))
         return respond(*args, done=done, **options)
 
-    monkeypatch.setattr("ddtree.train.run.respond", counted)
+    monkeypatch.setattr("ddtree.train.run_respond.respond", counted)
     assert run(tmp_path / "cut", num_rows=3, layers=layers) == whole
     assert asked == [len(TEXTS) - 3]
     assert run(tmp_path / "cut", layers=layers) == whole, "a finished run stays as it is"

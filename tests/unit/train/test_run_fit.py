@@ -16,11 +16,11 @@ import ddtree
 from ddtree.errors import CheckpointError, OptionError, UserError
 from ddtree.models.loading import load_drafter
 from ddtree.train import run_fit as module
-from ddtree.train.fit import FitConfig
+from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import NetworkConfig
-from ddtree.train.run import TargetSource
 from ddtree.train.run_fit import FitJob, read_metrics, run_fit
 from ddtree.train.samples import SampleWriter, claim_folder
+from ddtree.train.target_source import TargetSource
 from tests.support.checkpoints import write_target
 from tests.support.samples import random_samples
 
