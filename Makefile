@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml setup.py constraints.txt $(wildcard native/*)
 	@test -x $(BIN)/python || { echo "Making .venv ..."; $(PYTHON) -m venv .venv; }
 	@echo "Installing torch, then ddtree and its tools (minutes the first time) ..."
 	$(PIP) --constraint constraints.txt $(TORCH_ARGS) torch

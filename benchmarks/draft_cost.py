@@ -13,9 +13,10 @@ import json
 import statistics
 from pathlib import Path
 
-from first_light import card, write
+from first_light import card
 
 import ddtree
+from ddtree.train.journal import write_whole
 
 ROOT = Path(__file__).parent.parent
 DRAFTERS = {"shipped": "smollm2-135m", "v0": str(ROOT / "recipes" / "smollm2-135m" / "v0")}
@@ -47,7 +48,7 @@ def main() -> None:
     text = "\n".join(report(found, options)) + "\n"
     print(text)
     if options.out:
-        write(options.out / "draft_cost.md", text)
+        write_whole(options.out / "draft_cost.md", text)
 
 
 def prompts(limit: int) -> list[str]:

@@ -4,26 +4,25 @@
 
 Every prompt is run by all arms, one after another in random order, so that a drift of the machine
 hits all alike. Greedy, float32. Budgets are fixed beforehand; nothing is tuned on these prompts.
-Writes first_light.json (every prompt and arm) and first_light.md (the summary and its card).
+Writes first_light.json (every prompt and arm) and first_light.md (the summary and its card). What
+is measured is kept in first_light.unfinished.json after every prompt: a run that was stopped goes
+on from there with the same command, and a finished one leaves none, so the next measures anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 import ddtree
-from ddtree.report import generation_json, versions
+from ddtree.provenance import origin
+from ddtree.report import generation_json
+from ddtree.train.journal import changed_names, write_whole
 
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 PROMPTS = Path(__file__).parent / "prompts"
@@ -53,21 +52,61 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order of arms")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rng = random.Random(options.seed)
+    measured = options.out / "first_light.unfinished.json"
+    result = begun(measured, options)
     pair = ddtree.load("smollm2-135m")
     for arm in ARMS:  # warm-up: allocations and first-call work are not measured
         generate(pair, "Hello", arm, 16)
-    rows = []
-    for suite in SUITES:
-        lines = (PROMPTS / f"{suite}.jsonl").read_text(encoding="utf-8").splitlines()
-        for line in lines[: options.limit]:
-            prompt = json.loads(line)
-            rows.append(run_prompt(pair, suite, prompt, options.max_new_tokens, rng))
-            print(f"{suite} {prompt['id']}: {summary(rows[-1])}", file=sys.stderr, flush=True)
-    result = {"card": card(options), "arms": [asdict(arm) for arm in ARMS], "rows": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    write(options.out / "first_light.json", json.dumps(result, indent=1) + "\n")
-    write(options.out / "first_light.md", markdown(result))
+    rows = result["rows"]
+    done = {(row["suite"], row["id"]) for row in rows}
+    for suite, prompt in prompts(options.limit):
+        if (suite, prompt["id"]) in done:
+            continue
+        rng = random.Random(f"{options.seed} {suite} {prompt['id']}")
+        rows.append(run_prompt(pair, suite, prompt, options.max_new_tokens, rng))
+        write_whole(measured, as_text(result))
+        print(f"{suite} {prompt['id']}: {summary(rows[-1])}", file=sys.stderr, flush=True)
+    write_whole(options.out / "first_light.json", as_text(result))
+    write_whole(options.out / "first_light.md", markdown(result))
+    measured.unlink(missing_ok=True)
+
+
+def begun(measured: Path, options: argparse.Namespace) -> dict[str, object]:
+    """What an earlier run left, if it was the same run on the same machine; else no rows yet."""
+    facts = {**card(options), "prompts": f"the first {options.limit} of each suite"}
+    fresh = {"card": facts, "arms": [asdict(arm) for arm in ARMS], "rows": []}
+    if not measured.exists():
+        measured.parent.mkdir(parents=True, exist_ok=True)
+        return fresh
+    result = json.loads(measured.read_text(encoding="utf-8"))
+    changed = changed_names(decisive(result), decisive(fresh))
+    if changed:
+        sys.exit(
+            f"{measured}: expected a run with the same options, code and machine, got other values "
+            f"of {', '.join(changed)}. Delete the file to measure anew, or give another --out."
+        )
+    print(f"{len(result['rows'])} prompts are there already.", file=sys.stderr)
+    return result
+
+
+def decisive(result: dict[str, object]) -> dict[str, object]:
+    """What decides the rows: all that is said of a run but how and when it was called."""
+    facts = {k: v for k, v in result["card"].items() if k not in ("command", "date")}
+    return {**facts, "arms": result["arms"]}
+
+
+def prompts(limit: int) -> list[tuple[str, dict[str, object]]]:
+    """The first prompts of every suite, with its name."""
+    return [
+        (suite, json.loads(line))
+        for suite in SUITES
+        for line in (PROMPTS / f"{suite}.jsonl").read_text(encoding="utf-8").split("\n")[:limit]
+        if line
+    ]
+
+
+def as_text(result: dict[str, object]) -> str:
+    return json.dumps(result, indent=1) + "\n"
 
 
 def run_prompt(
@@ -101,23 +140,8 @@ def summary(row: dict[str, object]) -> str:
 
 def card(options: argparse.Namespace) -> dict[str, object]:
     """What a reader needs to judge or repeat the numbers."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        )
-        if Path("/proc/cpuinfo").exists()
-        else (),
-        platform.processor(),
-    )
     return {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
-        "versions": versions(),
-        "machine": f"{os.cpu_count()} cores, {model}, "
-        f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        **origin(),
         "target": "smollm2-135m, float32",
         "drafter": "the one shipped with smollm2-135m",
         "decoding": f"greedy, at most {options.max_new_tokens} new tokens",
@@ -183,13 +207,6 @@ def stage_ms(rows: list[dict[str, object]], arm: str, stage: str) -> str:
 
 def table(head: list[str], body: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body]]
-
-
-def write(path: Path, text: str) -> None:
-    """Written beside and moved in place, so that a kill leaves the old result whole."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from first_light import card, write
+from first_light import card
+
+from ddtree.train.journal import write_whole
 
 ARMS = (("ar", 0), ("dflash", 16), ("ddtree", 32))
 
@@ -43,7 +45,7 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:
-        write(options.out / "memory.md", text)
+        write_whole(options.out / "memory.md", text)
 
 
 def peak_mib(method: str, budget: int, context: int, max_new_tokens: int) -> float:

@@ -19,7 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from first_light import card, write
+from first_light import card
+
+from ddtree.train.journal import write_whole
 
 LAYERS = "1,8,14,20,27"
 PROMPTS = Path(__file__).parent.parent / "recipes" / "smollm2-135m" / "prompts.jsonl.gz"
@@ -51,7 +53,7 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:
-        write(options.out / "training.md", text)
+        write_whole(options.out / "training.md", text)
 
 
 def measure(options: argparse.Namespace, work: Path) -> list[str]:

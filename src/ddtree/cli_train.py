@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 
 train = typer.Typer(help="Make a drafter for a target: all stages, or one of them.")
 
+_DEFAULT_TARGET = "smollm2-135m"
 _NumWorkers = Annotated[
     int, typer.Option(help="Processes; on a CPU as many as it has cores, if memory allows.")
 ]
 _Recipe = Annotated[
     Path | None, typer.Option(help="TOML file with all options.", show_default="defaults")
+]
+_RecipeTarget = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub id, local folder, or the embedded smollm2-135m.",
+        show_default=f"the recipe's, else {_DEFAULT_TARGET}",
+    ),
 ]
 _NumSteps = Annotated[int | None, typer.Option(help="Gradient steps.", show_default="the recipe's")]
 
@@ -36,10 +44,7 @@ def train_all(
     out: Annotated[
         Path | None, typer.Option(help="Folder for everything; resumed if it is there.")
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Hub id, folder or smollm2-135m.", show_default="the recipe's"),
-    ] = None,
+    target: _RecipeTarget = None,
     recipe: _Recipe = None,
     num_steps: _NumSteps = None,
     num_workers: _NumWorkers = 1,
@@ -62,9 +67,8 @@ def train_all(
     wanted = _recipe(recipe, num_steps)
     if prompts:
         wanted = replace(wanted, prompts=tuple(prompts), responses=None)
-    name = target or wanted.target or "smollm2-135m"
     job = TrainJob(
-        target=TargetSource(name=name, device=device, dtype=dtype),
+        target=TargetSource(name=_target(target, wanted), device=device, dtype=dtype),
         recipe=wanted,
         out=out,
         num_workers=num_workers,
@@ -78,7 +82,7 @@ def train_respond(
         list[Path], typer.Option(help="JSON lines with a prompt or turns; .gz too; repeatable.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for responses.jsonl; resumed if it is there.")],
-    target: TargetOption = "smollm2-135m",
+    target: TargetOption = _DEFAULT_TARGET,
     max_new_tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 192,
     num_rows: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 32,
     temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 0.8,
@@ -128,7 +132,7 @@ def train_features(
         Path, typer.Option(help="Folder; its folder samples is resumed if it is there.")
     ],
     layers: Annotated[str, typer.Option(help="Target layers whose features are kept: 1,8,14.")],
-    target: TargetOption = "smollm2-135m",
+    target: TargetOption = _DEFAULT_TARGET,
     num_workers: _NumWorkers = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -151,7 +155,7 @@ def train_features(
 def train_fit(
     samples: Annotated[Path, typer.Option(help="Folder of samples, of respond or features.")],
     out: Annotated[Path, typer.Option(help="Folder for the drafter; resumed if it is there.")],
-    target: TargetOption = "smollm2-135m",
+    target: _RecipeTarget = None,
     recipe: _Recipe = None,
     num_steps: _NumSteps = None,
     start_from: Annotated[
@@ -162,13 +166,16 @@ def train_fit(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Train a drafter on samples."""
+    """Train a drafter on samples.
+
+    The bar's tokens/s counts tokens of responses, each once for every block that predicts it.
+    """
     from ddtree.train.run_fit import FitJob, run_fit
     from ddtree.train.target_source import TargetSource
 
     wanted = _recipe(recipe, num_steps)
     job = FitJob(
-        target=TargetSource(name=target, device=device, dtype=dtype),
+        target=TargetSource(name=_target(target, wanted), device=device, dtype=dtype),
         samples=samples,
         out=out,
         network=wanted.network,
@@ -186,7 +193,7 @@ def train_evaluate(
         typer.Option(help="Held-out prompts, JSON lines; each file is a suite; repeatable."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the results; resumed if it is there.")],
-    target: TargetOption = "smollm2-135m",
+    target: TargetOption = _DEFAULT_TARGET,
     drafter: DrafterOption = None,
     budgets: Annotated[
         str, typer.Option(help="Budgets of the trees; the chain is always measured.")
@@ -226,6 +233,11 @@ def _recipe(path: Path | None, num_steps: int | None) -> Recipe:
     if num_steps is None:
         return recipe
     return replace(recipe, fit=replace(recipe.fit, num_steps=num_steps))
+
+
+def _target(named: str | None, recipe: Recipe) -> str:
+    """The target of the command line, else the recipe's, else the embedded one."""
+    return named or recipe.target or _DEFAULT_TARGET
 
 
 def _layer_ids(text: str, option: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from ddtree.prefill import Context, Prefilled, prefill
 from ddtree.sampling.rule import DecodingRule
 from ddtree.stopping import Stopping
 from ddtree.tree.chain import build_chain
-from ddtree.tree.reference import build_tree
+from ddtree.tree.host import build_tree
 from ddtree.types import DraftTree, Marginals, Method, Round, Walk
 from ddtree.verify import verify
 from ddtree.walk import walk

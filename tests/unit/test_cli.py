@@ -192,6 +192,13 @@ def test_the_options_of_every_command_are_frozen() -> None:
     assert [p.opts for p in program.params] == [["--version"]]
 
 
+def test_the_target_of_a_recipe_is_a_default_where_a_recipe_is_read() -> None:
+    train = dict(typer.main.get_command(cli.app).commands)["train"]
+    for command in (train, train.commands["fit"]):
+        (target,) = [p for p in command.params if "--target" in p.opts]
+        assert target.show_default == "the recipe's, else smollm2-135m"
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("doctor", "--help")])
 def test_help_is_on_standard_output(arguments: tuple[str, ...], run: Run) -> None:
     done = run(*arguments)
@@ -594,9 +601,13 @@ def test_doctor_finds_a_fitting_pair_well(run: Run, fitting: Folders) -> None:
     for part in (
         "transformers",
         "torch",
+        "attention ddtree",
+        "attention ddtree_split",
         "attention sdpa",
-        "attention eager",
         "tree mask works",
+        "float32 layers on a CPU",
+        "tree builder",
+        "compiled",
         "4 layers, hidden 32, vocabulary 61",
         "block size 8, 2 layers, features of target layers 0, 2; fits",
     ):

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
-import torch
-from torch import Tensor
-
-from ddtree.attention import eager, sdpa
+from ddtree.attention import grouped, split
 from ddtree.errors import BackendError
 
-MaskMaker = Callable[[Tensor, torch.dtype], Tensor]
+# Ours; what transformers masks itself (a prompt) is masked as for its own "sdpa".
+GROUPED = "ddtree"
+SPLIT = "ddtree_split"
+for _name, _attend in ((GROUPED, grouped.attend), (SPLIT, split.attend)):
+    AttentionInterface.register(_name, _attend)
+    AttentionMaskInterface.register(_name, sdpa_mask)
 
-BACKENDS: dict[str, MaskMaker] = {"sdpa": sdpa.mask, "eager": eager.mask}
+# All take additive masks; the first is what a target gets that we load.
+BACKENDS = (GROUPED, SPLIT, "sdpa", "eager")
 
 
-def mask_maker(implementation: str | None) -> MaskMaker:
-    """The function that turns visibility [N, S] into this backend's mask.
+def check_backend(implementation: str | None) -> None:
+    """Refuse an attention that has no tree mask.
 
     Raises:
-        BackendError: the implementation has no tree mask here.
+        BackendError: names those that have.
 
-    >>> mask_maker("sdpa")(torch.ones(1, 1, dtype=torch.bool), torch.float32).shape
-    torch.Size([1, 1, 1, 1])
+    >>> check_backend("sdpa")
     """
     if implementation in BACKENDS:
-        return BACKENDS[implementation]
+        return
     raise BackendError(
         "attention",
         expected=f"one of {', '.join(BACKENDS)}",
         got=repr(implementation),
-        remedy='Call model.set_attn_implementation("sdpa") on the target first.',
+        remedy=f'Call model.set_attn_implementation("{GROUPED}") on the target first.',
     )

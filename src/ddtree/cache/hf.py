@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ddtree.attention.masks import TreeMask
 from ddtree.cache.store import KVStore
 
 
@@ -52,7 +53,7 @@ class _StoreLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class TargetCache(Cache):  # type: ignore[misc]
-    """Keys and values of all target layers for one request.
+    """Keys and values of all target layers for one request, and the masks of its rounds.
 
     Args:
         num_layers: layers of the target.
@@ -61,6 +62,7 @@ class TargetCache(Cache):  # type: ignore[misc]
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         super().__init__(layers=[_StoreLayer(capacity) for _ in range(num_layers)])
+        self.tree_mask = TreeMask()
 
     @property
     def length(self) -> int:

@@ -7,7 +7,7 @@ target only by its embedding and head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -23,6 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from ddtree.cache.store import KVStore
 from ddtree.models.drafter_config import DrafterConfig
+from ddtree.models.packed import pack_linears
 from ddtree.models.target import Target
 from ddtree.types import Marginals
 
@@ -234,18 +235,20 @@ class DFlashDrafter:
         self.layer_ids = self.config.target_layer_ids
         self.num_depths = self.config.block_size - 1
         self.draft_token_ids: Tensor | None = None
-        self._head_rows: tuple[Tensor, Tensor | None] | None = None
+        self._head: Callable[[Tensor], Tensor] = target.head
         if draft_token_ids is not None:
             self.draft_token_ids = draft_token_ids.to(target.device)
-            self._head_rows = target.head_rows(self.draft_token_ids)
+            self._head = target.head_of(self.draft_token_ids)
+
+    def pack(self) -> None:
+        """Lay its weights out for speed, see `models.packed`; it can then only run."""
+        pack_linears(self.network)
+        if isinstance(self._head, nn.Module):
+            self._head = pack_linears(self._head)
 
     def logits(self, hidden: Float[Tensor, "L D"]) -> Float[Tensor, "L Vd"]:
         """Scaled and capped logits in float32, one column per token that can be proposed."""
-        if self._head_rows is None:
-            logits = self.target.head(hidden)
-        else:
-            logits = functional.linear(hidden, *self._head_rows)
-        return shaped_logits(logits.float(), self.config)
+        return shaped_logits(self._head(hidden).float(), self.config)
 
     def start(self, capacity: int) -> DFlashSession:
         """A session of its own for one request, with room for `capacity` positions."""

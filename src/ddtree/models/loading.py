@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ddtree.attention.backends import GROUPED
 from ddtree.errors import (
     CheckpointError,
     OptionError,
@@ -35,6 +36,7 @@ from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
 from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
 from ddtree.models.drafter_weights import check_tensors, read_tensors
 from ddtree.models.folder import CONFIG_PATTERNS, read_config, resolve_folder
+from ddtree.models.packed import pack_linears
 from ddtree.models.target import (
     SUPPORTED_MODEL_TYPES,
     Target,
@@ -60,6 +62,7 @@ def load_target(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    packed: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Target:
     """Load a target model and its tokenizer.
@@ -70,6 +73,8 @@ def load_target(
         tokenizer: used in place of the one beside the model.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
         dtype: "auto", "float32", "bfloat16", "float16".
+        packed: lay float32 weights on a CPU out for speed (see `models.packed`); False leaves the
+            modules as transformers made them. A loaded model is never touched.
         say: told what takes long.
 
     Raises:
@@ -92,17 +97,24 @@ def load_target(
     folder = resolve_folder(name, argument="target", say=say)
     config = _read_model_config(folder, name)
     model = _read_model(folder, name, pick_dtype(dtype, where, config.dtype)).to(where)
+    if packed:
+        pack_linears(model)
     return Target(model, tokenizer or _read_tokenizer(folder), name=name)
 
 
 def load_drafter(
-    source: str | Path, target: Target, *, say: Callable[[str], None] | None = None
+    source: str | Path,
+    target: Target,
+    *,
+    packed: bool = True,
+    say: Callable[[str], None] | None = None,
 ) -> DFlashDrafter:
     """Load a DFlash drafter in z-lab's format and bind it to its target.
 
     Args:
         source: a hub id, a local folder, or an embedded alias.
         target: on whose device and in whose dtype the drafter will run.
+        packed: see `load_target`; False where its weights are read or trained.
         say: told what takes long.
 
     Raises:
@@ -125,9 +137,12 @@ def load_drafter(
     network = DFlashNetwork(config)
     weights = {key: tensor.to(target.dtype) for key, tensor in tensors.items()}
     network.load_state_dict(weights, assign=True)
-    return DFlashDrafter(
+    drafter = DFlashDrafter(
         network.to(target.device), target, name=name, draft_token_ids=draft_token_ids
     )
+    if packed:
+        drafter.pack()
+    return drafter
 
 
 def read_target_shape(name: str) -> TargetShape:
@@ -224,7 +239,7 @@ def _read_model(folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=GROUPED,
             output_loading_info=True,
         )
     except (OSError, SafetensorError, RuntimeError, ImportError, *_MALFORMED) as error:

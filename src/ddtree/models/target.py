@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ddtree.attention.backends import mask_maker
+from ddtree.attention.backends import check_backend
+from ddtree.attention.masks import additive
 from ddtree.attention.visibility import visible
 from ddtree.cache.batch import BatchCache
 from ddtree.cache.hf import TargetCache, cache_argument
 from ddtree.errors import OptionError, UnsupportedModelError
+from ddtree.models.packed import PackedLinear
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -72,7 +74,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         # Asked once here so that a wrong backend is an error before any work.
-        self._mask = mask_maker(self.config._attn_implementation)
+        check_backend(self.config._attn_implementation)
         self._cache_argument = cache_argument(model)
         self._windows = _window_by_layer_type(self.config)
 
@@ -95,6 +97,12 @@ class Target:
     def dtype(self) -> torch.dtype:
         """The model's dtype."""
         return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def backend(self) -> str:
+        """How its layers run: the attention, and whether the linear layers are packed."""
+        packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
+        return f"{self.config._attn_implementation}{', packed' if packed else ''}"
 
     @property
     def num_layers(self) -> int:
@@ -140,13 +148,14 @@ class Target:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
-    def head_rows(
-        self, token_ids: Int64[Tensor, " Vd"]
-    ) -> tuple[Float[Tensor, "Vd D"], Float[Tensor, " Vd"] | None]:
-        """The head's rows for these tokens alone: a copy of the weights, and of the bias if any."""
+    def head_of(self, token_ids: Int64[Tensor, " Vd"]) -> nn.Linear:
+        """The head for these tokens alone: a copy of its rows."""
         head = self.model.get_output_embeddings()
-        bias = None if head.bias is None else head.bias.detach()[token_ids]
-        return head.weight.detach()[token_ids], bias
+        part = nn.Linear(head.in_features, token_ids.shape[0], bias=False, device="meta")
+        part.weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
+        if head.bias is not None:
+            part.bias = nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
+        return part
 
     def prefill(
         self,
@@ -195,19 +204,20 @@ class Target:
             cache: holds the context.
             capture: 0-based ids of the layers whose outputs are wanted.
         """
-        mask = None
-        if token_ids.shape[0] > 1:
-            length = cache.length
-            mask = self._masks(
-                lambda window: self._mask(visible(ancestors, depths, length, window), self.dtype)
-            )
-        return self._forward(
-            token_ids[None],
-            (cache.length + depths)[None],
-            cache,
-            {"attention_mask": mask},
-            capture,
-        )
+        num_rows, length = token_ids.shape[0], cache.length
+        options: dict[str, Any] = {"attention_mask": None}
+        if num_rows > 1:
+
+            def mask_of(window: int | None) -> Tensor:
+                # No row lies deeper than N - 1: a window that far from its edge hides nothing.
+                if window is None or length + num_rows <= window:
+                    return cache.tree_mask.of(ancestors, length, self.dtype)
+                return additive(visible(ancestors, depths, length, window), self.dtype)
+
+            options = {"attention_mask": self._masks(mask_of)}
+            if all(w is None or length + num_rows <= w for w in self._windows.values()):
+                options["open_context"] = True
+        return self._forward(token_ids[None], (length + depths)[None], cache, options, capture)
 
     def run_batch(
         self,
@@ -230,7 +240,7 @@ class Target:
             cache.begin_step()
             positions = cache.lengths[:, None]
             mask = self._masks(
-                lambda window: self._mask(cache.visible(window), self.dtype).permute(2, 0, 1, 3)
+                lambda window: additive(cache.visible(window), self.dtype).permute(2, 0, 1, 3)
             )
         else:
             positions = torch.arange(token_ids.shape[1], device=self.device)[None]

@@ -1,6 +1,7 @@
 """Stage "evaluate": what a drafter is worth on held-out prompts, measured with the decoder itself.
 
-Every prompt is decoded by the chain and by trees of several budgets. What the drafter proposed is
+Every prompt is decoded plainly, by the chain and by trees of several budgets, and all must say the
+same. What the drafter proposed is
 overheard from outside, so nothing here simulates a round. The features that pass by serve a second
 look: the drafter is asked at every position of the response, which weighs easy and hard places
 alike, while rounds start only where the round before ended. Makes no claim about speed.
@@ -36,6 +37,7 @@ from ddtree.train.prompts import read_prompts
 from ddtree.types import Generation, HostMarginals, Marginals, Method, StageSeconds
 
 CHAIN = "chain"
+PLAIN: Method = "ar"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,8 @@ class ArmResult:
     Args:
         name: "chain", or the budget of the tree.
         accepted: drafted tokens that each round delivered; the bonus token comes on top.
-        first_difference: the first new token that differs from the chain's; None if all are equal.
+        first_difference: the first new token that differs from the reference's; None if all are
+            equal.
         seconds: time per stage, with the overhearing: no measure of speed.
     """
 
@@ -142,12 +145,14 @@ class PromptResult:
         suite: see `SuitePrompt`.
         index: see `SuitePrompt`.
         num_prompt_tokens: chat template included.
-        token_ids: the response.
+        token_ids: the response, as the chain said it.
         arms: the chain, then the trees.
         in_rounds: hits by depth, of the chain's rounds.
         along: hits by depth, with every token of the response but the last as the root.
         bins: the tokens proposed along the response, all ranks.
         first_bins: the same for rank 0 alone.
+        reference: what the arms were compared with: "ar", plain decoding, or "chain" in results of
+            older versions.
     """
 
     suite: str
@@ -159,6 +164,7 @@ class PromptResult:
     along: HitCounts
     bins: BinCounts
     first_bins: BinCounts
+    reference: str = CHAIN
 
     @classmethod
     def parse(cls, line: str) -> PromptResult:
@@ -247,14 +253,15 @@ def _measure(
 ) -> PromptResult:
     """Decode one prompt in every way, and count."""
     num_depths = drafter.num_depths
+    plain = _generate(pair, prompt_ids, PLAIN, 0, config)
     overheard = OverheardDrafter(drafter)
     # A chain has L nodes at most; a larger budget only asks for more ranks to look at.
     chain_budget = max(num_depths, NUM_RANKS)
     chain = _generate(Pair(pair.target, overheard), prompt_ids, "dflash", chain_budget, config)
-    arms = [_arm(CHAIN, chain, chain)]
+    arms = [_arm(CHAIN, chain, plain)]
     for budget in config.budgets:
         tree = _generate(pair, prompt_ids, "ddtree", budget, config)
-        arms.append(_arm(str(budget), tree, chain))
+        arms.append(_arm(str(budget), tree, plain))
     text = [*prompt_ids, *chain.token_ids]
     along = propose_along(drafter, torch.cat(overheard.features), text, len(prompt_ids))
     return PromptResult(
@@ -267,6 +274,7 @@ def _measure(
         along=count_hits(along, text, num_depths),
         bins=count_bins(along, text, num_depths, num_ranks=NUM_RANKS),
         first_bins=count_bins(along, text, num_depths, num_ranks=1),
+        reference=PLAIN,
     )
 
 
@@ -285,8 +293,8 @@ def _generate(
     return generation
 
 
-def _arm(name: str, generation: Generation, chain: Generation) -> ArmResult:
-    ours, theirs = generation.token_ids, chain.token_ids
+def _arm(name: str, generation: Generation, reference: Generation) -> ArmResult:
+    ours, theirs = generation.token_ids, reference.token_ids
     shared = min(len(ours), len(theirs))
     index = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
     return ArmResult(

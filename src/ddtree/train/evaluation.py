@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ddtree.train.accuracy import BinCounts, Calibration, DepthAccuracy, HitCounts
-from ddtree.train.evaluate import PromptResult
+from ddtree.train.evaluate import PLAIN, PromptResult
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreement:
-    """A prompt on which a tree said something else than the chain; in float32 a failure."""
+    """A prompt on which an arm said something else than the reference; in float32 a failure."""
 
     suite: str
     index: int
     arm: str
+    reference: str
     first_difference: int
 
 
@@ -57,6 +58,8 @@ class Evaluation:
         along: accuracy by depth at every position of the responses, all suites together.
         calibration: of the best `NUM_RANKS` tokens of every depth along the responses.
         first_calibration: of the most probable token of every depth alone.
+        num_plain: prompts whose arms were compared with plain decoding; older versions compared
+            them with the chain.
         disagreements: must be empty in float32.
     """
 
@@ -67,6 +70,7 @@ class Evaluation:
     along: DepthAccuracy
     calibration: Calibration
     first_calibration: Calibration
+    num_plain: int
     disagreements: tuple[Disagreement, ...]
 
     @property
@@ -93,9 +97,14 @@ def summarise(results: Sequence[PromptResult], suites: Sequence[str]) -> Evaluat
         along=HitCounts.total([r.along for r in results]).accuracy(),
         calibration=BinCounts.total([r.bins for r in results]).calibration(),
         first_calibration=BinCounts.total([r.first_bins for r in results]).calibration(),
+        num_plain=sum(r.reference == PLAIN for r in results),
         disagreements=tuple(
             Disagreement(
-                suite=r.suite, index=r.index, arm=arm.name, first_difference=arm.first_difference
+                suite=r.suite,
+                index=r.index,
+                arm=arm.name,
+                reference=r.reference,
+                first_difference=arm.first_difference,
             )
             for r in results
             for arm in r.arms

@@ -62,15 +62,15 @@ class FrozenHead:
         device = target.device
         every = torch.arange(target.vocab_size, device=device)
         ids = every if draft_token_ids is None else torch.tensor(draft_token_ids, device=device)
-        weight, bias = target.head_rows(ids)
+        head = target.head_of(ids)
         index = None
         if draft_token_ids is not None:
             index = torch.full_like(every, NOT_IN_VOCABULARY)
             index[ids] = torch.arange(len(ids), device=device)
         return cls(
             embedding=target.embed(every).detach(),
-            weight=weight,
-            bias=bias,
+            weight=head.weight,
+            bias=head.bias,
             draft_index=index,
         )
 

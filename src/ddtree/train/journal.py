@@ -6,7 +6,8 @@ Knows nothing of what the records say.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -58,38 +59,54 @@ class Journal(Generic[Record]):
             expected="the folder of a run with the same models, prompts and options",
             remedy=f"Give another --out, or the options that are written in {card}.",
         )
-        try:
-            self.records = [
-                _parsed(parse, line, path, number)
-                for number, line in enumerate(whole_lines(path), start=1)
-            ]
+        self.records = [
+            _parsed(parse, line, path, number)
+            for number, line in enumerate(whole_lines(path), start=1)
+        ]
+        with writing(path):
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise unwritable(path.parent, error) from error
 
     def append(self, record: Record) -> None:
         """Write one record."""
-        try:
-            self._file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
+        line = json.dumps(asdict(record), allow_nan=False) + "\n"
+        with writing(self.path):
+            self._file.write(line)
             self._file.flush()
-        except OSError as error:
-            raise unwritable(self.path, error) from error
         self.records.append(record)
 
     def close(self) -> None:
         """No more records."""
-        self._file.close()
+        # What a full disk did not take is still waiting, and closing tries again.
+        with writing(self.path):
+            self._file.close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around whatever a long run writes: a full disk is a user's matter, not a bug of ours.
+
+    Args:
+        path: what is written, for the message.
+
+    Raises:
+        CacheWriteError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file beside its place and move it there: a kill leaves the old one whole.
 
     Raises:
-        OSError: it cannot be written.
+        CacheWriteError: it cannot be written.
     """
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-    partial.replace(path)
+    with writing(path):
+        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        partial.replace(path)
 
 
 def keep_card(card: Path, description: Mapping[str, object], *, expected: str, remedy: str) -> None:
@@ -99,14 +116,14 @@ def keep_card(card: Path, description: Mapping[str, object], *, expected: str, r
         CheckpointError: another description, or an unreadable one.
         CacheWriteError: it cannot be written.
     """
-    try:
+    with writing(card.parent):
         card.parent.mkdir(parents=True, exist_ok=True)
         if not card.exists():
             write_whole(card, json.dumps(description, indent=1) + "\n")
             return
-        before = dict(json.loads(card.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise unwritable(card.parent, error) from error
+        written = card.read_bytes()
+    try:
+        before = dict(json.loads(written))
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             str(card), expected="a JSON object", got=first_line(error), remedy="Give another --out."
@@ -138,14 +155,19 @@ def unwritable(path: Path, error: Exception) -> CacheWriteError:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines that were written whole; a torn last one is cut off the file."""
+    """The lines that were written whole; a torn last one is cut off the file.
+
+    Raises:
+        CacheWriteError: it cannot be read or cut.
+    """
     if not path.exists():
         return []
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    with writing(path):
+        raw = path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) < len(raw):
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
     # Not splitlines: it also cuts at U+2028 and the like, which JSON allows inside a string.
     return whole.decode("utf-8", errors="replace").split("\n")[:-1]
 

@@ -22,6 +22,8 @@ from ddtree.report import versions
 from ddtree.train import plots
 from ddtree.train.accuracy import CalibrationCurve
 from ddtree.train.evaluate import (
+    CHAIN,
+    PLAIN,
     EvaluateConfig,
     PromptResult,
     SuitePrompt,
@@ -30,7 +32,7 @@ from ddtree.train.evaluate import (
     read_suites,
 )
 from ddtree.train.evaluation import Evaluation, as_json, summarise
-from ddtree.train.journal import Journal, unwritable, write_whole
+from ddtree.train.journal import Journal, write_whole
 from ddtree.train.progress import stage_progress
 
 _Rows = Sequence[Sequence[str]]
@@ -162,12 +164,9 @@ def _measure(
 
 def _write(out: Path, evaluation: Evaluation, card: Mapping[str, object]) -> None:
     title = f"{card['drafter']} drafting for {card['target']}"
-    try:
-        write_whole(out / "evaluation.json", as_json(evaluation, card))
-        write_whole(out / "evaluation.md", _markdown(evaluation, card, title))
-        write_whole(out / "evaluation.png", plots.plot_evaluation(evaluation, title))
-    except OSError as error:
-        raise unwritable(out, error) from error
+    write_whole(out / "evaluation.json", as_json(evaluation, card))
+    write_whole(out / "evaluation.md", _markdown(evaluation, card, title))
+    write_whole(out / "evaluation.png", plots.plot_evaluation(evaluation, title))
 
 
 def _markdown(evaluation: Evaluation, card: Mapping[str, object], title: str) -> str:
@@ -201,12 +200,19 @@ def _markdown(evaluation: Evaluation, card: Mapping[str, object], title: str) ->
 def _agreement(evaluation: Evaluation) -> list[str]:
     if evaluation.agree:
         num_prompts = sum(suite.num_prompts for suite in evaluation.suites)
-        return [f"All arms said the same tokens on {num_prompts} of {num_prompts} prompts."]
+        said = "those of plain decoding"
+        if evaluation.num_plain < num_prompts:
+            said = f"{said} on {evaluation.num_plain}; older versions did not run it"
+        return [f"All arms said the same tokens on {num_prompts} of {num_prompts} prompts: {said}."]
     return [
-        f"FAILED: on prompt {d.index} of {d.suite} the tree of budget {d.arm} differs from the "
-        f"chain at new token {d.first_difference}."
+        f"FAILED: on prompt {d.index} of {d.suite} {_called(d.arm)} differs from "
+        f"{_called(d.reference)} at new token {d.first_difference}."
         for d in evaluation.disagreements
     ]
+
+
+def _called(arm: str) -> str:
+    return {CHAIN: "the chain", PLAIN: "plain decoding"}.get(arm, f"the tree of budget {arm}")
 
 
 def _tau_rows(evaluation: Evaluation) -> _Rows:

@@ -24,15 +24,15 @@ from ddtree.models.drafter import DFlashNetwork
 from ddtree.models.drafter_export import save_drafter
 from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
+from ddtree.provenance import origin
 from ddtree.train import plots
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
 from ddtree.train.fit import Fit, FrozenHead, StepResult, Validation, check_split
 from ddtree.train.fit_config import FitConfig
-from ddtree.train.journal import unwritable, whole_lines, write_whole
+from ddtree.train.journal import whole_lines, write_whole, writing
 from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
 from ddtree.train.peers import Peers
 from ddtree.train.progress import stage_progress
-from ddtree.train.provenance import origin
 from ddtree.train.samples import MIN_RESPONSE_TOKENS, SampleSet, claim_folder
 from ddtree.train.schedule import held_out
 from ddtree.train.target_source import TargetSource
@@ -88,6 +88,8 @@ class FitReport:
         accuracy: per depth, on what was trained on since the last report.
         learning_rate: of the last step.
         blocks_per_s: trained on per second since the last report, validation aside.
+        tokens_per_s: the same in labels: drafted slots whose token lies in the response. A token
+            counts once for each block that predicts it.
         seconds: of training since this process began.
         validation: if there was one after this step.
     """
@@ -97,6 +99,7 @@ class FitReport:
     accuracy: tuple[float, ...]
     learning_rate: float
     blocks_per_s: float
+    tokens_per_s: float
     seconds: float
     validation: Validation | None
 
@@ -108,13 +111,12 @@ def run_fit(job: FitJob, console: Console) -> Path:
         The folder of the drafter.
 
     Raises:
-        UserError: see `SampleSet`, `drafter_config_for`, `Fit`, `load_checkpoint`, `save_drafter`.
+        UserError: see `SampleSet`, `drafter_config_for`, `Fit`, `load_checkpoint`, `save_drafter`,
+            `writing`.
     """
     plots.check_installed()
-    try:
+    with writing(job.out):
         job.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(job.out, error) from error
     meeting_point = job.out / f".peers-{uuid.uuid4().hex}"
     reports = items_of(partial(_train, job, meeting_point), job.num_workers)
     with closing(reports), stage_progress(console, "steps") as progress:
@@ -209,7 +211,7 @@ def _network(
     if job.start_from is None:
         network = new_network(drafter_config_for(target, job.network), seed=job.config.seed)
     else:
-        drafter = load_drafter(job.start_from, target)
+        drafter = load_drafter(job.start_from, target, packed=False)
         network, known = drafter.network, drafter.draft_token_ids
     network = network.to(torch.float32)
     if known is not None:
@@ -242,7 +244,7 @@ def _lead(
             continue
         report = window.report(begin, fit.validate() if validates else None)
         window = _Window()
-        with path.open("a", encoding="utf-8") as file:
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(report)) + "\n")
         if last or time.perf_counter() - saved > _CHECKPOINT_S:
             save_checkpoint(fit, checkpoint, facts)
@@ -275,6 +277,7 @@ class _Window:
             accuracy=tuple((hits / counts.clamp(min=1)).tolist()),
             learning_rate=results[-1].learning_rate,
             blocks_per_s=sum(result.num_blocks for result in results) / self._seconds,
+            tokens_per_s=float(counts.sum()) / self._seconds,
             seconds=time.perf_counter() - begin,
             validation=validation,
         )
@@ -302,7 +305,8 @@ def _export(
 
 def _line(report: FitReport) -> str:
     depths = " ".join(f"{share:.2f}".lstrip("0") for share in report.accuracy)
-    return f"loss {report.loss:.3f}  accuracy {depths}  {report.blocks_per_s:.0f} blocks/s"
+    speed = f"{report.blocks_per_s:.0f} blocks/s, {report.tokens_per_s:.0f} tokens/s"
+    return f"loss {report.loss:.3f}  accuracy {depths}  {speed}"
 
 
 def _validated(report: FitReport) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 from numpy import ndarray
 
+from ddtree.tree import native
 from ddtree.types import DraftTree
 
 
@@ -23,6 +24,11 @@ def ancestor_mask(tree: DraftTree) -> Bool[ndarray, "N N"]:
     >>> ancestor_mask(DraftTree.root_only(3)).tolist()
     [[True]]
     """
+    return native.ancestor_mask(tree) if native.AVAILABLE else ancestor_mask_by_rows(tree)
+
+
+def ancestor_mask_by_rows(tree: DraftTree) -> Bool[ndarray, "N N"]:
+    """The same in Python, which defines it: a row sees what its parent sees, and itself."""
     mask: Bool[ndarray, "N N"] = np.eye(tree.num_rows, dtype=np.bool_)
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
         mask[node] |= mask[parent]

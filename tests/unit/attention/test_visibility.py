@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
-from ddtree.attention import eager, sdpa
-from ddtree.attention.backends import BACKENDS, mask_maker
+from ddtree.attention import split
+from ddtree.attention.backends import BACKENDS, GROUPED, SPLIT, check_backend
+from ddtree.attention.masks import TreeMask, additive
 from ddtree.attention.visibility import visible
 from ddtree.errors import BackendError
 from ddtree.tree.geometry import ancestor_mask
@@ -92,40 +94,103 @@ def test_a_row_sees_as_many_positions_as_the_window_shows_itself_included(
 
 
 @given(random_trees(), st.integers(0, 9), st.none() | st.integers(1, 6), st.integers(0, 1000))
-def test_eager_and_sdpa_masks_have_the_same_effect(
+def test_the_additive_mask_hides_what_is_not_visible_and_nothing_else(
     tree: DraftTree, context_length: int, window: int | None, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
     visibility = visibility_of(tree, context_length, window)
-    num_rows, num_columns = visibility.shape
-    query = 3 * torch.randn(1, 2, num_rows, 8, generator=generator)
-    key = 3 * torch.randn(1, 2, num_columns, 8, generator=generator)
-    value = torch.randn(1, 2, num_columns, 8, generator=generator)
-
-    additive = eager.mask(visibility, torch.float32)
-    weights = (query @ key.mT / math.sqrt(8) + additive).softmax(-1)
-    boolean = sdpa.mask(visibility, torch.float32)
-    actual = scaled_dot_product_attention(query, key, value, attn_mask=boolean)
-
-    torch.testing.assert_close(weights @ value, actual, rtol=1e-5, atol=1e-5)
-    assert (weights[:, :, ~visibility] == 0).all()
+    query, key, value = attention_inputs(*visibility.shape, seed=seed)
+    mask = additive(visibility, torch.float32)
+    actual = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(actual, plain(query, key, value, visibility), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_the_eager_mask_is_0_or_the_lowest_number_of_the_dtype(dtype: torch.dtype) -> None:
-    mask = eager.mask(torch.tensor([[True, False]]), dtype)
+def test_the_mask_is_0_or_the_lowest_number_of_the_dtype(dtype: torch.dtype) -> None:
+    mask = additive(torch.tensor([[True, False]]), dtype)
     assert mask.dtype == dtype
     assert mask.tolist() == [[[[0.0, torch.finfo(dtype).min]]]]
 
 
-def test_each_backend_is_found_by_its_transformers_name() -> None:
-    assert mask_maker("sdpa") is sdpa.mask
-    assert mask_maker("eager") is eager.mask
+@given(st.lists(st.tuples(random_trees(), st.integers(0, 60)), min_size=1, max_size=6))
+def test_one_buffer_serves_rounds_of_any_size_in_any_order(
+    rounds: list[tuple[DraftTree, int]],
+) -> None:
+    masks = TreeMask()
+    for tree, context_length in rounds:
+        ancestors = torch.from_numpy(ancestor_mask(tree))
+        expected = additive(visibility_of(tree, context_length, None), torch.float32)
+        assert torch.equal(masks.of(ancestors, context_length, torch.float32), expected)
+
+
+def test_the_context_part_of_the_mask_is_not_written_again() -> None:
+    masks, ancestors = TreeMask(), torch.ones(2, 2, dtype=torch.bool).tril()
+    first = masks.of(ancestors, 40, torch.float32)
+    second = masks.of(ancestors, 43, torch.float32)
+    assert first.data_ptr() == second.data_ptr()
+    assert masks.of(ancestors, 43, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", [GROUPED, SPLIT, "sdpa"])
+@given(random_trees(), st.integers(0, 9), st.integers(0, 1000))
+def test_every_backend_computes_the_same_attention(
+    name: str, tree: DraftTree, context_length: int, seed: int
+) -> None:
+    visibility = visibility_of(tree, context_length, None)
+    query, key, value = attention_inputs(*visibility.shape, seed=seed)
+    mask = TreeMask().of(torch.from_numpy(ancestor_mask(tree)), context_length, torch.float32)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    output, weights = AttentionInterface()[name](
+        module, query, key, value, mask, scaling=8**-0.5, open_context=True
+    )
+    assert weights is None
+    expected = plain(query, key, value, visibility).transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+
+
+def test_split_attention_heeds_a_mask_that_hides_context() -> None:
+    visibility = torch.tensor([[False, True, True, False], [True, False, True, True]])
+    query, key, value = attention_inputs(2, 4, seed=0)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    mask = additive(visibility, torch.float32)
+    output, _ = split.attend(module, query, key, value, mask, scaling=8**-0.5)
+    expected = plain(query, key, value, visibility).transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000))
+def test_two_parts_merge_into_one_attention(left: int, right: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = 20 * torch.randn(3, left + right, generator=generator)
+    values = torch.randn(left + right, 4, generator=generator)
+
+    def part(columns: slice) -> tuple[Tensor, Tensor]:
+        some = scores[:, columns]
+        return some.softmax(-1) @ values[columns], some.logsumexp(-1)
+
+    merged = split.merge(part(slice(0, left)), part(slice(left, None)))
+    torch.testing.assert_close(merged, scores.softmax(-1) @ values, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "", None])
 def test_an_attention_without_tree_mask_is_refused_by_name(name: str | None) -> None:
     with pytest.raises(BackendError) as caught:
-        mask_maker(name)
+        check_backend(name)
     assert caught.value.got == repr(name)
     assert all(known in caught.value.expected for known in BACKENDS)
+
+
+def attention_inputs(num_rows: int, num_columns: int, *, seed: int) -> tuple[Tensor, ...]:
+    """Query of 4 heads, key and value of 2."""
+    generator = torch.Generator().manual_seed(seed)
+    query = 3 * torch.randn(1, 4, num_rows, 8, generator=generator)
+    key = 3 * torch.randn(1, 2, num_columns, 8, generator=generator)
+    return query, key, torch.randn(1, 2, num_columns, 8, generator=generator)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, visibility: Tensor) -> Tensor:
+    """Softmax attention by its definition."""
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = (query @ key.mT / math.sqrt(8)).masked_fill(~visibility, -torch.inf)
+    return scores.softmax(-1) @ value

@@ -84,10 +84,10 @@ def test_a_bias_of_the_head_is_gathered_with_its_rows(tmp_path: Path) -> None:
     torch.nn.init.normal_(head.bias, generator=torch.Generator().manual_seed(0))
     model.set_output_embeddings(head)
     target = Target(model, None, name="biased")
-    weight, bias = target.head_rows(torch.tensor(THIRD))
-    assert weight.equal(head.weight[THIRD])
-    assert bias.equal(head.bias[THIRD])
-    assert not weight.requires_grad
+    part = target.head_of(torch.tensor(THIRD))
+    assert part.weight.equal(head.weight[THIRD])
+    assert part.bias.equal(head.bias[THIRD])
+    assert not part.weight.requires_grad
     whole = load_drafter(write_drafter(tmp_path / "whole"), target)
     some = load_drafter(write_drafter(tmp_path / "some", draft_token_ids=THIRD), target)
     expected = by_token(proposed(whole))[:, THIRD].log_softmax(dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ddtree.attention.visibility import visible
 from ddtree.draft import Drafter
 from ddtree.errors import (
     BackendError,
+    CacheWriteError,
     CheckpointError,
     ContextLengthError,
     OptionError,
     PromptError,
 )
-from ddtree.models.target import Target
+from ddtree.models.target import Target, TargetOutput
 from ddtree.pair import Pair
 from ddtree.prompt import encode
 from ddtree.train.accuracy import Proposal, count_bins, count_hits
@@ -38,6 +39,7 @@ from ddtree.train.evaluate import (
 from ddtree.train.evaluation import Evaluation, summarise
 from ddtree.train.run_evaluate import EvaluateJob, parse_budgets, run_evaluate
 from ddtree.types import HostMarginals
+from tests.support.disk import fill_disk
 from tests.support.drafters import ScriptedDrafter, hostile, right_at_rank, right_for
 from tests.support.models import VOCAB_SIZE, dflash_drafter, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
@@ -288,24 +290,30 @@ def test_results_are_written_as_json_tables_and_a_chart(files: list[Path], tmp_p
     assert "…" not in shown, "cut off"
     tau = f"{evaluation.taus[2]:.2f}"
     for text, part in ((page, f"{tau} |"), (shown, tau)):
-        assert "All arms said the same tokens on 3 of 3 prompts." in text
+        assert "All arms said the same tokens on 3 of 3 prompts: those of plain decoding." in text
         assert part in text
         assert all(name in text for name in ("fox", "dog", "chain", "B=4", "B=8", "top 16"))
     assert (out / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def break_verify(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """A verify of so many rows or more scores each token as the one before it."""
+    verify = Target.verify
+
+    def broken(self: Target, token_ids: Tensor, *rest: object, **options: object) -> TargetOutput:
+        output = verify(self, token_ids, *rest, **options)
+        if len(token_ids) < num_rows:
+            return output
+        return replace(output, logits=output.logits.roll(1, dims=-1))
+
+    monkeypatch.setattr(Target, "verify", broken)
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_tree_that_says_something_else_is_a_failure_in_the_result(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def blind(ancestors: Tensor, depths: Tensor, length: int, window: int | None) -> Tensor:
-        """The rows of a large tree see nothing but themselves."""
-        if len(depths) < 20:
-            return visible(ancestors, depths, length, window)
-        nothing = torch.zeros(len(depths), length).bool()
-        return torch.cat([nothing, torch.eye(len(depths)).bool()], dim=1)
-
-    monkeypatch.setattr("ddtree.models.target.visible", blind)
+    break_verify(monkeypatch, num_rows=20)
     whole = script(8)
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": PROMPT.prompt}) + "\n")
     pair = Pair(target(), right_at_rank(lambda p: p % 3, whole, VOCAB_SIZE))
@@ -319,9 +327,48 @@ def test_a_tree_that_says_something_else_is_a_failure_in_the_result(
     (found,) = evaluation.disagreements
     assert (found.suite, found.index, found.arm, found.first_difference) == ("one", 0, "30", 1)
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["agree"] is False
-    message = "FAILED: on prompt 0 of one the tree of budget 30 differs"
+    message = "FAILED: on prompt 0 of one the tree of budget 30 differs from plain decoding at"
     assert message in (tmp_path / "out" / "evaluation.md").read_text()
     assert message in " ".join(console.export_text().split())
+
+
+def test_chain_and_tree_that_are_wrong_alike_are_found_by_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    truth = script()
+    break_verify(monkeypatch, num_rows=2)
+    result = measure(sure(truth))
+    chain, tree = result.arms
+    assert chain.accepted == tree.accepted
+    assert chain.first_difference == tree.first_difference == 1
+    found = summarise([result], ["test"]).disagreements
+    assert [(d.arm, d.reference) for d in found] == [("chain", "ar"), ("8", "ar")]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_results_without_plain_decoding_still_count_and_are_told_apart(
+    files: list[Path], tmp_path: Path
+) -> None:
+    whole = run(job(files, tmp_path / "out", limit=1))
+    measured = tmp_path / "out" / "measured.jsonl"
+    lines = [json.loads(line) for line in measured.read_text().splitlines()]
+    assert [line.pop("reference") for line in lines] == ["ar", "ar"]
+    measured.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    older = run(job(files, tmp_path / "out", limit=1))
+    assert (older.taus, older.agree, older.num_plain) == (whole.taus, True, 0)
+    assert run(job(files, tmp_path / "out", limit=2)).num_plain == 1
+    page = (tmp_path / "out" / "evaluation.md").read_text()
+    assert "3 of 3 prompts: those of plain decoding on 1; older versions did not run it." in page
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["measured.jsonl", "evaluation.md.partial"])
+def test_a_full_disk_is_named(
+    name: str, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch, name)
+    with pytest.raises(CacheWriteError, match=r"No space left .* Free some space"):
+        run(job(files, tmp_path / "out", limit=1))
 
 
 def test_a_text_that_the_prefill_ends_has_no_tau(files: list[Path], tmp_path: Path) -> None:

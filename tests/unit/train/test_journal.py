@@ -12,6 +12,7 @@ import pytest
 
 from ddtree.errors import CacheWriteError, CheckpointError
 from ddtree.train.journal import Journal, write_whole
+from tests.support.disk import fill_disk
 
 DESCRIPTION = {"seed": 0, "budgets": (8, 16)}
 
@@ -95,6 +96,35 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CacheWriteError, match="a writable folder"):
         journal(tmp_path / "file")
+
+
+def test_a_full_disk_is_named_and_what_was_written_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, FIRST)
+    with monkeypatch.context() as full:
+        fill_disk(full, "notes.jsonl")
+        with pytest.raises(CacheWriteError, match=r"notes\.jsonl: .* No space left .* Free some"):
+            write(tmp_path, SECOND)
+    write(tmp_path, SECOND)
+    with closing(journal(tmp_path)) as opened:
+        assert opened.records == [FIRST, SECOND]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "file.txt", "old")
+    fill_disk(monkeypatch, "file.txt.partial")
+    with pytest.raises(CacheWriteError, match=r"file\.txt: .* No space left .* Free some space"):
+        write_whole(tmp_path / "file.txt", "new")
+    assert (tmp_path / "file.txt").read_text() == "old"
+
+
+def test_a_card_that_a_full_disk_does_not_take_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch, "run.json.partial")
+    with pytest.raises(CacheWriteError, match="No space left"):
+        journal(tmp_path)
 
 
 def test_a_file_is_replaced_in_one_move(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 import ddtree
 from ddtree import cli
+from ddtree.train.pipeline import TrainJob
+from ddtree.train.run_fit import FitJob
 from tests.support.checkpoints import write_target
+from tests.support.disk import fill_disk
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -96,6 +99,44 @@ def test_stages_alone_make_a_drafter_too(train: Train) -> None:
     assert Path("again/fit/drafter/model.safetensors").exists()
     evaluate = ("--drafter", "again/fit/drafter", "--prompts", "held-out.jsonl")
     assert train("evaluate", *target, *evaluate, "--max-new-tokens", "8", "--out", "found") == 0
+
+
+@pytest.mark.parametrize("stage", ["", "fit"])
+@pytest.mark.parametrize(
+    ("flag", "recipe", "found"),
+    [
+        ("mine", 'target = "theirs"', "mine"),
+        (None, 'target = "theirs"', "theirs"),
+        (None, "", "smollm2-135m"),
+    ],
+    ids=str,
+)
+def test_the_target_is_the_flags_else_the_recipes_else_the_embedded_one(
+    stage: str,
+    flag: str | None,
+    recipe: str,
+    found: str,
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs: list[TrainJob | FitJob] = []
+    monkeypatch.setattr("ddtree.train.pipeline.run_train", lambda job, console: jobs.append(job))
+    monkeypatch.setattr("ddtree.train.run_fit.run_fit", lambda job, console: jobs.append(job))
+    Path("recipe.toml").write_text(f"{recipe}\n{RECIPE}")
+    arguments = ["--recipe", "recipe.toml", "--out", "work"]
+    if stage:
+        arguments = [stage, "--samples", "work/samples", *arguments]
+    assert train(*arguments, *(["--target", flag] if flag else [])) == 0
+    assert [job.target.name for job in jobs] == [found]
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch, "metrics.jsonl")
+    assert train(*ALL, "--out", "work") == cli.EXIT_USER_ERROR
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert error.startswith("error: work/fit/metrics.jsonl: expected a writable folder with room")
 
 
 @pytest.mark.parametrize(

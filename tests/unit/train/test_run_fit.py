@@ -13,15 +13,17 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import ddtree
-from ddtree.errors import CheckpointError, OptionError, UserError
+from ddtree.errors import CacheWriteError, CheckpointError, OptionError, UserError
 from ddtree.models.loading import load_drafter
 from ddtree.train import run_fit as module
+from ddtree.train.fit import StepResult
 from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import NetworkConfig
 from ddtree.train.run_fit import FitJob, read_metrics, run_fit
 from ddtree.train.samples import SampleWriter, claim_folder
 from ddtree.train.target_source import TargetSource
 from tests.support.checkpoints import write_target
+from tests.support.disk import fill_disk
 from tests.support.samples import random_samples
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -107,6 +109,42 @@ def test_a_training_that_is_killed_goes_on_and_ends_the_same(
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
     assert [line["step"] for line in read_metrics(killed.out)] == [3, 6]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "curve.png.partial"])
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
+    name: str, job: FitJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        fill_disk(full, name)
+        with pytest.raises(CacheWriteError, match=r"No space left .* Free some space"):
+            run_fit(job, QUIET)
+    run_fit(job, QUIET)
+    assert [line["step"] for line in read_metrics(job.out)] == [3, 6]
+
+
+def test_a_torn_last_line_of_the_metrics_is_dropped(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 3}\n{"step": 6')
+    assert read_metrics(tmp_path) == [{"step": 3}]
+    assert metrics.read_text() == '{"step": 3}\n'
+
+
+def test_tokens_are_the_labels_of_all_blocks() -> None:
+    window = module._Window()
+    for step, counts in enumerate(([4, 3, 2], [4, 4])):
+        result = StepResult(
+            step=step,
+            loss=1.0,
+            hits=torch.zeros(len(counts)),
+            counts=torch.tensor(counts),
+            num_blocks=4,
+            learning_rate=0.1,
+        )
+        window.add(result)
+    report = window.report(0.0, None)
+    assert report.tokens_per_s / report.blocks_per_s == pytest.approx(17 / 8)
+    assert f"{report.tokens_per_s:.0f} tokens/s" in module._line(report)
 
 
 def test_other_options_are_refused_on_resume(job: FitJob) -> None:

@@ -1,0 +1,159 @@
+/* ddtree.tree._native: converts, checks shapes, releases the GIL; the work is in the core.
+ *
+ * Keeps to the limited API of Python 3.11, the first with buffers in it: one wheel for 3.11 and on.
+ */
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "ancestor_mask.h"
+#include "build_tree.h"
+
+/* Borrows a C-contiguous array of native items; `codes` are the letters its format may be. */
+static int borrow(PyObject *array, const char *name, const char *codes, Py_ssize_t itemsize,
+                  int flags, Py_buffer *view) {
+    if (PyObject_GetBuffer(array, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) < 0) return -1;
+    const char *format = view->format;
+    if (view->itemsize == itemsize && strlen(format) == 1 && strchr(codes, format[0])) return 0;
+    PyErr_Format(PyExc_TypeError, "%s: expected items \"%s\" of %zd bytes, got \"%s\" of %zd", name,
+                 codes, itemsize, format, view->itemsize);
+    PyBuffer_Release(view);
+    return -1;
+}
+
+/* Rows side by side in one bytearray: token_ids, parents, depths, ranks, log_probs. */
+static PyObject *packed(const ddtree_rows *rows, size_t num_rows) {
+    const size_t wide = num_rows * sizeof(int64_t), narrow = num_rows * sizeof(int32_t);
+    PyObject *made = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(wide + 4 * narrow));
+    if (made == NULL) return NULL;
+    char *bytes = PyByteArray_AsString(made);
+    memcpy(bytes, rows->token_ids, wide);
+    memcpy(bytes + wide, rows->parents, narrow);
+    memcpy(bytes + wide + narrow, rows->depths, narrow);
+    memcpy(bytes + wide + 2 * narrow, rows->ranks, narrow);
+    memcpy(bytes + wide + 3 * narrow, rows->log_probs, narrow);
+    return made;
+}
+
+/* Runs the core without the GIL; None for marginals that it refuses. */
+static PyObject *built(const ddtree_marginals *marginals, int64_t root_id, int64_t budget) {
+    const size_t bytes_per_row =
+        sizeof(ddtree_candidate) + sizeof(int64_t) + 3 * sizeof(int32_t) + sizeof(float);
+    ddtree_rows rows;
+    char *work = NULL;
+    int64_t num_rows = 0;
+    Py_BEGIN_ALLOW_THREADS
+    const int64_t max_rows = ddtree_max_rows(marginals, budget);
+    if (max_rows > 0 && (uint64_t)max_rows <= SIZE_MAX / bytes_per_row)
+        work = malloc((size_t)max_rows * bytes_per_row);
+    if (max_rows == DDTREE_BAD_MARGINALS) {
+        num_rows = DDTREE_BAD_MARGINALS;
+    } else if (work != NULL) {
+        rows.heap = (ddtree_candidate *)work; /* the widest items first: all are aligned */
+        rows.token_ids = (int64_t *)(rows.heap + max_rows);
+        rows.parents = (int32_t *)(rows.token_ids + max_rows);
+        rows.depths = rows.parents + max_rows;
+        rows.ranks = rows.depths + max_rows;
+        rows.log_probs = (float *)(rows.ranks + max_rows);
+        num_rows = ddtree_build_tree(marginals, root_id, max_rows, &rows);
+    }
+    Py_END_ALLOW_THREADS
+    PyObject *result;
+    if (num_rows == DDTREE_BAD_MARGINALS) result = Py_NewRef(Py_None);
+    else result = num_rows > 0 ? packed(&rows, (size_t)num_rows) : PyErr_NoMemory();
+    free(work);
+    return result;
+}
+
+PyDoc_STRVAR(build_tree_doc,
+             "build_tree(log_probs, token_ids, root_id, budget)\n--\n\n"
+             "The rows of the best tree; None if the marginals are not legal.\n\n"
+             "Args: log_probs [L, K] float32, token_ids [L, K] int64, both C-contiguous.\n"
+             "Returns: a bytearray of 24 N bytes: token_ids int64, then parents, depths, ranks\n"
+             "int32, then log_probs float32.");
+
+static PyObject *build_tree(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (num_args != 4) {
+        PyErr_Format(PyExc_TypeError, "build_tree takes 4 arguments, got %zd", num_args);
+        return NULL;
+    }
+    const int64_t root_id = PyLong_AsLongLong(args[2]);
+    if (root_id == -1 && PyErr_Occurred()) return NULL;
+    int overflow;
+    int64_t budget = PyLong_AsLongLongAndOverflow(args[3], &overflow);
+    if (budget == -1 && PyErr_Occurred()) return NULL;
+    if (overflow) budget = overflow > 0 ? INT64_MAX : 0;
+
+    Py_buffer log_probs, token_ids;
+    if (borrow(args[0], "log_probs", "f", sizeof(float), 0, &log_probs) < 0) return NULL;
+    if (borrow(args[1], "token_ids", "lq", sizeof(int64_t), 0, &token_ids) < 0) {
+        PyBuffer_Release(&log_probs);
+        return NULL;
+    }
+    PyObject *result = NULL;
+    const Py_ssize_t *shape = log_probs.shape;
+    const int ndim = log_probs.ndim;
+    if (ndim != token_ids.ndim || memcmp(shape, token_ids.shape, (size_t)ndim * sizeof *shape)) {
+        result = Py_NewRef(Py_None);
+    } else if (ndim != 2 || shape[0] > INT32_MAX || shape[1] > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "log_probs: expected [L, K], L and K below 2**31");
+    } else {
+        const ddtree_marginals marginals = {log_probs.buf, token_ids.buf, shape[0], shape[1]};
+        result = built(&marginals, root_id, budget);
+    }
+    PyBuffer_Release(&log_probs);
+    PyBuffer_Release(&token_ids);
+    return result;
+}
+
+PyDoc_STRVAR(ancestor_mask_doc,
+             "ancestor_mask(parents, mask)\n--\n\n"
+             "Fill mask [N, N] bool from parents [N] int32; both C-contiguous.");
+
+static PyObject *ancestor_mask(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (num_args != 2) {
+        PyErr_Format(PyExc_TypeError, "ancestor_mask takes 2 arguments, got %zd", num_args);
+        return NULL;
+    }
+    Py_buffer parents, mask;
+    if (borrow(args[0], "parents", "il", sizeof(int32_t), 0, &parents) < 0) return NULL;
+    if (borrow(args[1], "mask", "?", 1, PyBUF_WRITABLE, &mask) < 0) {
+        PyBuffer_Release(&parents);
+        return NULL;
+    }
+    PyObject *result = NULL;
+    const Py_ssize_t num_rows = parents.ndim == 1 ? parents.shape[0] : -1;
+    if (mask.ndim != 2 || mask.shape[0] != num_rows || mask.shape[1] != num_rows) {
+        PyErr_SetString(PyExc_ValueError, "mask: expected [N, N] for parents [N]");
+    } else {
+        size_t wrong;
+        Py_BEGIN_ALLOW_THREADS
+        wrong = ddtree_ancestor_mask(parents.buf, (size_t)num_rows, mask.buf);
+        Py_END_ALLOW_THREADS
+        if (wrong) PyErr_Format(PyExc_ValueError, "parents: row %zu precedes its parent", wrong);
+        else result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&parents);
+    PyBuffer_Release(&mask);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"build_tree", (PyCFunction)(void (*)(void))build_tree, METH_FASTCALL, build_tree_doc},
+    {"ancestor_mask", (PyCFunction)(void (*)(void))ancestor_mask, METH_FASTCALL,
+     ancestor_mask_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", "The compiled core of ddtree.tree.", 0, methods, slots,
+    NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }
