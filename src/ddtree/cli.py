@@ -7,17 +7,25 @@ piped. A user's mistake is one line and exit code 2.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
 
 from ddtree import __version__
-from ddtree.cli_options import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair
+from ddtree.cli_options import (
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetOption,
+    load_pair,
+    say,
+)
 from ddtree.cli_train import train
-from ddtree.config import DecodeConfig
+from ddtree.config import AUTO, DecodeConfig
 from ddtree.errors import OptionError, PromptError, UserError
 
 if TYPE_CHECKING:
@@ -87,7 +95,9 @@ def generate(
     method: Annotated[
         str, typer.Option(help="ddtree (draft tree), dflash (chain) or ar (plain decoding).")
     ] = "ddtree",
-    budget: Annotated[int, typer.Option(help="Most nodes drafted per round; 0 drafts none.")] = 16,
+    budget: Annotated[
+        str, typer.Option(help="Most nodes drafted per round; 0 drafts none; auto: what pays.")
+    ] = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[
         int | None, typer.Option(help="Keep the k most probable tokens.", show_default="all")
@@ -120,7 +130,7 @@ def generate(
     """Generate text: the target's own, faster."""
     config = DecodeConfig(
         method=method,  # type: ignore[arg-type]
-        budget=budget,
+        budget=_budget(budget),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -139,6 +149,8 @@ def generate(
     request = _Request(prompt=_read_prompt(prompt), system=system, raw=raw)
     needs_drafter = compare or method != "ar"
     pair = load_pair(target, drafter, device, dtype, needs_drafter=needs_drafter)
+    if config.budget == AUTO and pair.drafter is not None:
+        pair.measure(say)
     if compare:
         _compare(pair, request, config, as_json=as_json)
     else:
@@ -198,6 +210,11 @@ def _compare(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bo
         report.show_comparison(comparison, pair, console)
     if not comparison.agree and str(pair.target.dtype) == "torch.float32":
         raise typer.Exit(1)
+
+
+def _budget(text: str) -> int | Literal["auto"]:
+    """A number where it is one; anything else is refused by the config, by name."""
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text  # type: ignore[return-value]
 
 
 def _read_prompt(prompt: str) -> str:

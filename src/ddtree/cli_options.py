@@ -32,9 +32,10 @@ def load_pair(
 
     silence_transformers()
     if not needs_drafter:
-        return Pair(load_target(target, device=device, dtype=dtype, say=_say), None)
-    return load(target, drafter, device=device, dtype=dtype, say=_say)
+        return Pair(load_target(target, device=device, dtype=dtype, say=say), None)
+    return load(target, drafter, device=device, dtype=dtype, say=say)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Tell the person, apart from the results."""
     Console(stderr=True).print(message, style="dim", soft_wrap=True, markup=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ddtree.config import DecodeConfig
+from ddtree.config import AUTO, DecodeConfig
 from ddtree.pair import Pair
 from ddtree.prompt import Prompt, encode
 from ddtree.sampling.rule import rule_for
@@ -66,7 +66,8 @@ def compare(
     Args:
         pair: with a drafter.
         prompt: text, chat messages or token ids.
-        config: `method` is ignored; `budget` is the tree's, the chain has all of its L nodes.
+        config: `method` is ignored; a number as `budget` is the tree's, and the chain then has all
+            of its L nodes. With "auto" both are cut where another node stops paying.
         raw: take a text prompt as it is.
         say: told what runs now.
 
@@ -75,11 +76,10 @@ def compare(
     """
     config = config or DecodeConfig()
     prompt_ids = encode(prompt, pair.target, raw=raw)
-    chain_budget = max(config.budget, pair.drafter.num_depths if pair.drafter else 0)
-    arms = [
-        replace(config, method=method, budget=chain_budget if method == "dflash" else config.budget)
-        for method in METHODS
-    ]
+    chain = config
+    if config.budget != AUTO and pair.drafter is not None:
+        chain = replace(config, budget=max(config.budget, pair.drafter.num_depths))
+    arms = [replace(chain if method == "dflash" else config, method=method) for method in METHODS]
     for arm in arms:
         pair.run(prompt_ids, arm)  # checks the options of every arm before any work
     tell = say or (lambda message: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from ddtree.errors import OptionError
 from ddtree.types import METHODS, Method
@@ -11,6 +12,7 @@ from ddtree.types import METHODS, Method
 MAX_SEED = 2**64 - 1
 # A verify forward of more rows costs more than any tree can win, and its mask is N x N.
 MAX_BUDGET = 4096
+AUTO: Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,8 @@ class DecodeConfig:
 
     Args:
         method: "ar" (plain decoding), "dflash" (chain) or "ddtree" (tree).
-        budget: B, the most nodes of a round besides the root; 0 means no speculation; at most 4096.
+        budget: B, the most nodes of a round besides the root, at most 4096; 0 means no
+            speculation. "auto" gives every round as many as pay on this machine.
         temperature: 0 is greedy; above 0 sampling with noise by seed and position.
         top_k: keep the k most probable tokens; None keeps all. Without effect when greedy.
         top_p: keep the fewest tokens whose mass reaches p, in (0, 1]; None keeps all. Likewise.
@@ -36,7 +39,7 @@ class DecodeConfig:
     """
 
     method: Method = "ddtree"
-    budget: int = 16
+    budget: int | Literal["auto"] = "auto"
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -53,13 +56,15 @@ class DecodeConfig:
                 got=repr(self.method),
                 remedy="Use ddtree for draft trees, dflash for the chain, ar for plain decoding.",
             )
-        _check_int(
-            "budget",
-            self.budget,
-            low=0,
-            high=MAX_BUDGET,
-            remedy="16 is a good start; 0 does not speculate.",
-        )
+        if self.budget != AUTO:
+            _check_int(
+                "budget",
+                self.budget,
+                low=0,
+                high=MAX_BUDGET,
+                or_else=AUTO,
+                remedy="auto measures what pays; 0 does not speculate.",
+            )
         _check_int("max_new_tokens", self.max_new_tokens, low=1, remedy="Ask for a token or more.")
         _check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="Any such number will do.")
         if self.top_k is not None:
@@ -86,11 +91,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_int(name: str, value: object, *, low: int, remedy: str, high: int | None = None) -> None:
+def _check_int(
+    name: str,
+    value: object,
+    *,
+    low: int,
+    remedy: str,
+    high: int | None = None,
+    or_else: str | None = None,
+) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if whole and value >= low and (high is None or value <= high):  # type: ignore[operator]
         return
     limit = f">= {low}" if high is None else f"from {low} to {high}"
+    limit += "" if or_else is None else f", or {or_else}"
     raise OptionError(name, expected=f"a whole number {limit}", got=repr(value), remedy=remedy)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ddtree.budget import Budget, Builder
 from ddtree.commit import commit
 from ddtree.draft import Drafter, DraftSession, draft
 from ddtree.models.target import Target, TargetOutput
@@ -22,8 +23,6 @@ from ddtree.tree.host import build_tree
 from ddtree.types import DraftTree, Marginals, Method, Round, Walk
 from ddtree.verify import verify
 from ddtree.walk import walk
-
-Builder = Callable[[Marginals, int, int], DraftTree]
 
 BUILDERS: dict[Method, Builder] = {"dflash": build_chain, "ddtree": build_tree}
 
@@ -48,25 +47,25 @@ def decode(
     stages: Stages,
     rule: DecodingRule,
     stopping: Stopping,
-    budget: int,
+    budget: Budget,
 ) -> Iterator[Round]:
     """Generate until `stopping` says so.
 
     Args:
         target: the model whose output is reproduced.
-        drafter: proposes; None, or a budget of 0, is plain decoding.
+        drafter: proposes; None, or a largest budget of 0, is plain decoding.
         prompt_ids: at least one token id.
         stages: see `Stages`; `stages.build` is the method's builder.
         rule: how the target decides tokens.
         stopping: when the text ends; mutated.
-        budget: B, the most nodes of a round besides the root.
+        budget: how many nodes each round gets besides the root.
 
     Yields:
         The prefill, which delivers the first token and has no tree, then one `Round` per verify
         forward. The last one has a finish reason.
     """
-    drafter = drafter if budget > 0 else None
-    capacity = len(prompt_ids) + min(stopping.room, 1024) + budget + 1
+    drafter = drafter if budget.max_nodes > 0 else None
+    capacity = len(prompt_ids) + min(stopping.room, 1024) + budget.max_nodes + 1
     prefilled = stages.prefill(target, drafter, prompt_ids, capacity)
     context = prefilled.context
     root = DraftTree.root_only(context.root_id)
@@ -76,18 +75,20 @@ def decode(
     while walked.finish_reason is None:
         tree = _propose(drafter, context, stages, stopping.room, budget)
         walked = _advance(target, context, tree, stages, rule, stopping)
+        budget.observe(walked)
         yield _round(tree, walked)
 
 
 def _propose(
-    drafter: Drafter | None, context: Context, stages: Stages, room: int, budget: int
+    drafter: Drafter | None, context: Context, stages: Stages, room: int, budget: Budget
 ) -> DraftTree:
     """The tree of this round; a node as deep as the room left could never be followed."""
     num_depths = min(drafter.num_depths, room - 1) if drafter else 0
-    if context.session is None or num_depths == 0:
+    wanted = budget.wants_draft(context.cache.length)
+    if context.session is None or num_depths == 0 or not wanted:
         return DraftTree.root_only(context.root_id)
-    marginals = stages.draft(context.session, context.root_id, num_depths, budget)
-    return stages.build(marginals, context.root_id, budget)
+    marginals = stages.draft(context.session, context.root_id, num_depths, budget.max_nodes)
+    return budget.build(marginals, context.root_id, stages.build)
 
 
 def _advance(

@@ -25,7 +25,8 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from ddtree.config import DecodeConfig
+from ddtree.budget import FixedBudget
+from ddtree.config import AUTO, DecodeConfig
 from ddtree.decode import decode
 from ddtree.draft import Drafter
 from ddtree.errors import OptionError
@@ -59,7 +60,7 @@ def custom_generate(
         drafter: a DFlash checkpoint, or better a loaded one (`ddtree.load_drafter`), which is not
             read again by every call. Not needed for method "ar".
         method: "ar", "dflash" or "ddtree".
-        budget: B, nodes per round besides the root.
+        budget: B, nodes per round besides the root; a number ("auto" is `ddtree.Pair.generate`'s).
         seed: for do_sample; None draws one from torch's generator, so `torch.manual_seed` holds.
 
     Returns:
@@ -70,6 +71,13 @@ def custom_generate(
     """
     _check_supported(input_ids, generation_config, model_kwargs)
     target = Target(model, None, name=model.config.name_or_path or "the model")
+    if budget == AUTO:  # type: ignore[comparison-overlap]
+        raise OptionError(
+            "budget",
+            expected="a whole number with custom_generate=ddtree.custom_generate",
+            got=repr(budget),
+            remedy="Use ddtree.load(model).generate for a budget that chooses itself.",
+        )
     options = DecodeConfig(method=method, budget=budget, seed=0 if seed is None else seed)
     if method == "ar":
         drafter = None
@@ -96,7 +104,7 @@ def custom_generate(
         stages=stages_for(options.method),
         rule=_LibraryRule(logits_processor, seed if generation_config.do_sample else None),
         stopping=stopping,
-        budget=options.budget,
+        budget=FixedBudget(budget),
     ):
         pass
     if streamer is not None:

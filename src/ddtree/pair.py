@@ -9,11 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ddtree.config import DecodeConfig
+from ddtree.budget import AutoBudget, Budget, Experience, FixedBudget
+from ddtree.config import AUTO, DecodeConfig
+from ddtree.costs import profile_for
 from ddtree.decode import BUILDERS, Stages, decode
 from ddtree.draft import Drafter
 from ddtree.errors import OptionError
@@ -77,7 +81,7 @@ class Pair:
         prompt: Prompt,
         *,
         method: Method = "ddtree",
-        budget: int = 16,
+        budget: int | Literal["auto"] = AUTO,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -119,7 +123,7 @@ class Pair:
         prompt: Prompt,
         *,
         method: Method = "ddtree",
-        budget: int = 16,
+        budget: int | Literal["auto"] = AUTO,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -169,7 +173,7 @@ class Pair:
             stages=stopwatch.timed(stages_for(config.method)),
             rule=rule_for(config),
             stopping=TextStopping(config.max_new_tokens, stop_token_ids, stream),
-            budget=config.budget,
+            budget=self._budget(config),
         ):
             rounds.append(done)
             if stream is not None and (piece := stream.take()):
@@ -190,6 +194,36 @@ class Pair:
             seconds=stopwatch.seconds(),
             elapsed_s=elapsed_s,
         )
+
+    @cached_property
+    def experience(self) -> Experience:
+        """What budget "auto" knows of this pair; the first access measures, if nobody has before.
+
+        Costs measured are kept in the cache folder, by machine, versions and models.
+        """
+        return self._measured(None)
+
+    def measure(self, say: Callable[[str], None] | None = None) -> None:
+        """Measure now what budget "auto" must know, and not in the first generation.
+
+        Args:
+            say: told before a measurement, which takes seconds.
+        """
+        if "experience" not in self.__dict__:
+            self.__dict__["experience"] = self._measured(say)
+
+    def _measured(self, say: Callable[[str], None] | None) -> Experience:
+        assert self.drafter is not None, "plain decoding has no budget"
+        folder = zoo.cache_root() / "profiles"
+        profile = profile_for(self.target, self.drafter, folder, say=say)
+        return Experience(profile, self.drafter.num_depths)
+
+    def _budget(self, config: DecodeConfig) -> Budget:
+        if config.budget != AUTO:
+            return FixedBudget(config.budget)
+        if self.drafter is None or config.method == "ar":
+            return FixedBudget(0)
+        return AutoBudget(self.experience)
 
     def _check(self, config: DecodeConfig) -> None:
         if self.drafter is None and config.method != "ar":

@@ -39,7 +39,9 @@ def test_every_method_says_what_generate_says_on_a_real_prompt(
     )
     expected = sequence[0, ids.shape[1] :].tolist()
     for method in METHODS:
-        generation = pair.generate(first_prompt(suite), method=method, max_new_tokens=NUM_NEW)
+        generation = pair.generate(
+            first_prompt(suite), budget=16, method=method, max_new_tokens=NUM_NEW
+        )
         assert list(generation.token_ids) == expected, method
 
 
@@ -47,6 +49,7 @@ def test_one_seed_gives_one_text_on_a_real_prompt(pair: ddtree.Pair) -> None:
     texts = {
         pair.generate(
             first_prompt("mbpp"),
+            budget=16,
             method=method,
             temperature=0.8,
             top_p=0.95,
@@ -65,7 +68,9 @@ def test_the_drafter_is_wired_right(pair: ddtree.Pair) -> None:
     """
     taus = {
         method: statistics.mean(
-            pair.generate(first_prompt(suite), method=method, max_new_tokens=48).acceptance_length
+            pair.generate(
+                first_prompt(suite), budget=16, method=method, max_new_tokens=48
+            ).acceptance_length
             for suite in ("gsm8k", "math500")
         )
         for method in ("dflash", "ddtree")

@@ -43,7 +43,7 @@ def test_every_method_says_what_generate_says(architecture: str, kind: str) -> N
     drafter = scripted(kind, LONG_PROMPT + reference, len(LONG_PROMPT))
     pair = Pair(target, drafter)
     for method in METHODS:
-        generation = pair.generate(LONG_PROMPT, method=method, max_new_tokens=NUM_NEW)
+        generation = pair.generate(LONG_PROMPT, budget=16, method=method, max_new_tokens=NUM_NEW)
         assert list(generation.token_ids) == reference, method
 
 
@@ -55,7 +55,7 @@ def test_eager_attention_gives_the_same_text_as_sdpa(architecture: str) -> None:
     model.set_attn_implementation("eager")
     try:
         generation = Pair(tiny_target(architecture), drafter).generate(
-            LONG_PROMPT, max_new_tokens=NUM_NEW
+            LONG_PROMPT, budget=16, max_new_tokens=NUM_NEW
         )
     finally:
         model.set_attn_implementation("sdpa")
@@ -82,7 +82,7 @@ def test_no_block_size_changes_the_text(block_size: int) -> None:
     target = tiny_target("qwen3")
     pair = Pair(target, dflash_drafter(target, block_size=block_size))
     for method in METHODS:
-        generation = pair.generate(PROMPT, method=method, max_new_tokens=NUM_NEW)
+        generation = pair.generate(PROMPT, budget=16, method=method, max_new_tokens=NUM_NEW)
         assert list(generation.token_ids) == reference
 
 
@@ -105,7 +105,7 @@ def test_the_drafter_is_asked_at_the_root_with_the_whole_context_behind_it() -> 
     reference = greedy_reference(tiny_model("llama"), PROMPT, NUM_NEW)
     script = PROMPT + reference
     drafter = scripted("siblings", script, len(PROMPT))
-    Pair(tiny_target("llama"), drafter).generate(PROMPT, max_new_tokens=NUM_NEW)
+    Pair(tiny_target("llama"), drafter).generate(PROMPT, budget=16, max_new_tokens=NUM_NEW)
     assert len(drafter.roots) > 5
     for position, root_id in drafter.roots:
         assert script[position] == root_id
@@ -117,8 +117,8 @@ def test_prompts_one_after_another_leave_nothing_behind() -> None:
     prompts = [[3], PROMPT, LONG_PROMPT, PROMPT, [3]]
     for prompt in prompts:
         reference = greedy_reference(tiny_model("llama"), prompt, 20)
-        first = pair.generate(prompt, max_new_tokens=20)
-        again = pair.generate(prompt, max_new_tokens=20)
+        first = pair.generate(prompt, budget=16, max_new_tokens=20)
+        again = pair.generate(prompt, budget=16, max_new_tokens=20)
         assert list(first.token_ids) == list(again.token_ids) == reference
         assert [r.num_tokens for r in first.rounds] == [r.num_tokens for r in again.rounds]
 
@@ -126,8 +126,10 @@ def test_prompts_one_after_another_leave_nothing_behind() -> None:
 def test_two_generations_interleaved_do_not_disturb_each_other() -> None:
     target = tiny_target("llama")
     pair = Pair(target, dflash_drafter(target))
-    alone = [pair.generate(p, max_new_tokens=20).token_ids for p in (PROMPT, LONG_PROMPT)]
-    streams = [pair.stream(p, max_new_tokens=20) for p in (PROMPT, LONG_PROMPT)]
+    alone = [
+        pair.generate(p, budget=16, max_new_tokens=20).token_ids for p in (PROMPT, LONG_PROMPT)
+    ]
+    streams = [pair.stream(p, budget=16, max_new_tokens=20) for p in (PROMPT, LONG_PROMPT)]
     together = [next(s) for s in streams]
     assert [g.token_ids for g in together] == alone
 
@@ -140,7 +142,7 @@ def test_a_prompt_longer_than_a_prefill_chunk_changes_nothing(
     target = tiny_target("qwen2-mixed")
     pair = Pair(target, dflash_drafter(target))
     for method in METHODS:
-        generation = pair.generate(LONG_PROMPT, method=method, max_new_tokens=NUM_NEW)
+        generation = pair.generate(LONG_PROMPT, budget=16, method=method, max_new_tokens=NUM_NEW)
         assert list(generation.token_ids) == reference
 
 
@@ -159,8 +161,10 @@ def test_a_stop_token_anywhere_in_an_accepted_path_ends_the_text_there(
     try:
         reference = greedy_reference(model, PROMPT, 30, pad_token_id=0)
         pair = Pair(target, drafter)
-        generation = pair.generate(PROMPT, method=method, max_new_tokens=30)
-        ignoring = pair.generate(PROMPT, method=method, max_new_tokens=30, ignore_eos=True)
+        generation = pair.generate(PROMPT, budget=16, method=method, max_new_tokens=30)
+        ignoring = pair.generate(
+            PROMPT, budget=16, method=method, max_new_tokens=30, ignore_eos=True
+        )
     finally:
         model.generation_config.eos_token_id = None
     assert list(generation.token_ids) == reference == free[: place + 1]
@@ -174,7 +178,9 @@ def test_a_stop_token_anywhere_in_an_accepted_path_ends_the_text_there(
 def test_the_length_limit_may_fall_anywhere_in_an_accepted_path(max_new_tokens: int) -> None:
     free = greedy_reference(tiny_model("llama"), PROMPT, 30)
     drafter = drafters.perfect(PROMPT + free, VOCAB_SIZE, num_depths=7)
-    generation = Pair(tiny_target("llama"), drafter).generate(PROMPT, max_new_tokens=max_new_tokens)
+    generation = Pair(tiny_target("llama"), drafter).generate(
+        PROMPT, budget=16, max_new_tokens=max_new_tokens
+    )
     assert list(generation.token_ids) == free[:max_new_tokens]
     assert generation.finish_reason == "length"
     assert generation.num_tokens == max_new_tokens
@@ -185,7 +191,7 @@ def test_the_last_position_of_the_context_can_be_generated() -> None:
     room = target.context_limit - len(LONG_PROMPT)
     reference = greedy_reference(model, LONG_PROMPT, room)
     drafter = drafters.perfect(LONG_PROMPT + reference, VOCAB_SIZE)
-    generation = Pair(target, drafter).generate(LONG_PROMPT, max_new_tokens=room)
+    generation = Pair(target, drafter).generate(LONG_PROMPT, budget=16, max_new_tokens=room)
     assert list(generation.token_ids) == reference
 
 
@@ -197,5 +203,7 @@ def test_a_negative_control_a_broken_mask_is_noticed(monkeypatch: pytest.MonkeyP
         lambda tree: torch.ones(tree.num_rows, tree.num_rows).tril().bool().numpy(),
     )
     drafter = scripted("siblings", PROMPT + reference, len(PROMPT))
-    generation = Pair(tiny_target("llama"), drafter).generate(PROMPT, max_new_tokens=NUM_NEW)
+    generation = Pair(tiny_target("llama"), drafter).generate(
+        PROMPT, budget=16, max_new_tokens=NUM_NEW
+    )
     assert list(generation.token_ids) != reference

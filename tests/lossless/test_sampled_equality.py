@@ -91,6 +91,6 @@ def test_a_perfect_drafter_is_accepted_whole_when_sampling_too() -> None:
     script = PROMPT + stepwise("llama", config)
     drafter = drafters.perfect(script, VOCAB_SIZE, num_depths=7)
     generation = Pair(tiny_target("llama"), drafter).generate(
-        PROMPT, temperature=1.0, seed=3, max_new_tokens=1 + 8 * 3, method="dflash"
+        PROMPT, budget=16, temperature=1.0, seed=3, max_new_tokens=1 + 8 * 3, method="dflash"
     )
     assert [r.num_tokens for r in generation.rounds] == [1, 8, 8, 8]

@@ -75,18 +75,18 @@ def test_the_pieces_of_a_stream_joined_are_the_text(
     method: str, kind: str, prompt: object, request: pytest.FixtureRequest
 ) -> None:
     pair = request.getfixturevalue(kind)
-    *pieces, last = pair.stream(prompt, method=method, max_new_tokens=NUM_NEW)
+    *pieces, last = pair.stream(prompt, budget=16, method=method, max_new_tokens=NUM_NEW)
     assert isinstance(last, Generation)
     assert all(isinstance(piece, str) and piece for piece in pieces)
     assert "".join(pieces) == last.text
     assert len(pieces) > 1
-    whole = pair.generate(prompt, method=method, max_new_tokens=NUM_NEW)
+    whole = pair.generate(prompt, budget=16, method=method, max_new_tokens=NUM_NEW)
     assert (whole.text, whole.token_ids) == (last.text, last.token_ids)
     assert last.text == tiny_tokenizer().decode(last.token_ids, skip_special_tokens=True)
 
 
 def test_text_comes_before_the_end(siblings: Pair) -> None:
-    stream = siblings.stream(PROMPT, max_new_tokens=NUM_NEW)
+    stream = siblings.stream(PROMPT, budget=16, max_new_tokens=NUM_NEW)
     assert isinstance(next(stream), str)
     assert len(siblings.drafter.roots) < 5
     stream.close()
@@ -139,12 +139,12 @@ def test_options_are_refused_by_the_call_itself_before_any_work(
 def test_a_stop_string_anywhere_in_an_accepted_path_ends_the_text_before_it(
     place: int, method: str, perfect: Pair
 ) -> None:
-    free = perfect.generate(PROMPT, max_new_tokens=16)
+    free = perfect.generate(PROMPT, budget=16, max_new_tokens=16)
     # The text of two neighbouring tokens: it ends where the second one does.
     stop = tiny_tokenizer().decode(free.token_ids[place : place + 2])
     expected = free.text[: free.text.index(stop)]
     *pieces, generation = perfect.stream(
-        PROMPT, method=method, max_new_tokens=16, stop=["never said", stop]
+        PROMPT, budget=16, method=method, max_new_tokens=16, stop=["never said", stop]
     )
     assert generation.text == "".join(pieces) == expected
     assert generation.finish_reason == "stop"
@@ -156,10 +156,12 @@ def test_a_stop_string_anywhere_in_an_accepted_path_ends_the_text_before_it(
 
 
 def test_one_stop_string_need_not_be_in_a_list(perfect: Pair) -> None:
-    free = perfect.generate(PROMPT, max_new_tokens=30)
+    free = perfect.generate(PROMPT, budget=16, max_new_tokens=30)
     stop = tiny_tokenizer().decode(free.token_ids[4:6])
-    by_string = perfect.generate(PROMPT, max_new_tokens=30, stop=stop)
-    assert by_string.text == perfect.generate(PROMPT, max_new_tokens=30, stop=[stop]).text
+    by_string = perfect.generate(PROMPT, budget=16, max_new_tokens=30, stop=stop)
+    assert (
+        by_string.text == perfect.generate(PROMPT, budget=16, max_new_tokens=30, stop=[stop]).text
+    )
     assert by_string.num_tokens < 30
 
 
@@ -175,10 +177,10 @@ def test_a_stop_token_ends_the_text_unless_ignored(
     free = reference(20)
     eos([free[5], 60])
     place = free.index(free[5])
-    stopped = perfect.generate(PROMPT, method=method, max_new_tokens=20)
+    stopped = perfect.generate(PROMPT, budget=16, method=method, max_new_tokens=20)
     assert list(stopped.token_ids) == free[: place + 1]
     assert stopped.finish_reason == "stop"
-    on = perfect.generate(PROMPT, method=method, max_new_tokens=20, ignore_eos=True)
+    on = perfect.generate(PROMPT, budget=16, method=method, max_new_tokens=20, ignore_eos=True)
     assert list(on.token_ids) == free
     assert on.finish_reason == "length"
 
@@ -193,7 +195,7 @@ def test_every_count_speaks_of_what_was_delivered(
     method: str, num_new: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
     pair = request.getfixturevalue(kind)
-    generation = pair.generate(PROMPT, method=method, max_new_tokens=num_new)
+    generation = pair.generate(PROMPT, budget=16, method=method, max_new_tokens=num_new)
     rounds, histogram = generation.rounds, generation.acceptance_histogram
     assert generation.num_tokens == len(generation.token_ids) == num_new
     assert [t for r in rounds for t in r.token_ids] == list(generation.token_ids)
@@ -215,7 +217,7 @@ def test_every_count_speaks_of_what_was_delivered(
 
 
 def test_time_is_split_into_stages_that_fit_into_the_whole(siblings: Pair) -> None:
-    generation = siblings.generate(PROMPT, max_new_tokens=NUM_NEW)
+    generation = siblings.generate(PROMPT, budget=16, max_new_tokens=NUM_NEW)
     stages = dataclasses.asdict(generation.seconds)
     assert all(seconds > 0 for seconds in stages.values())
     assert sum(stages.values()) == pytest.approx(generation.seconds.total)
@@ -226,7 +228,7 @@ def test_time_is_split_into_stages_that_fit_into_the_whole(siblings: Pair) -> No
 
 
 def test_results_are_frozen(perfect: Pair) -> None:
-    generation = perfect.generate(PROMPT, max_new_tokens=9)
+    generation = perfect.generate(PROMPT, budget=16, max_new_tokens=9)
     for record, field in [
         (generation, "text"),
         (generation.rounds[0], "token_ids"),
@@ -258,7 +260,7 @@ def test_without_a_drafter_drafting_is_refused_and_ar_is_the_remedy(method: str)
     pair = ddtree.load(tiny_model("llama"))
     assert pair.drafter is None
     with pytest.raises(OptionError) as caught:
-        pair.generate(PROMPT, method=method)
+        pair.generate(PROMPT, budget=16, method=method)
     assert caught.value.argument == "drafter"
     assert method in caught.value.expected
     assert 'use method "ar"' in caught.value.remedy

@@ -52,7 +52,7 @@ class BatchedTrees:
 
     A padding row has the root's token, depth 0 and rank -1, score -inf, itself as its parent, and
     only its own bit: it can be embedded, gathered and attended from, and no search for a child
-    from a real row finds it. `parents` is a legal gather index but for column 0, the root's -1.
+    from a real row finds it. But for column 0, the root's -1, `parents` is safe to gather with.
 
     Args:
         token_ids: [R, N].
@@ -143,6 +143,7 @@ def build_trees(
     make_plan = _cached_plan if type(log_probs) is Tensor else _make_plan
     # index: where torch.compile made a size symbolic, because it changed once, use its value.
     plan = make_plan(index(budget), index(num_depths), index(num_ranks), device)
+    # Detached: a plan made in inference mode could not be saved for a backward pass.
     log_probs_RLK = log_probs.detach().to(torch.float32)
     # Written so that NaN is False.
     is_sorted_RL = (log_probs_RLK[:, :, 1:] <= log_probs_RLK[:, :, :-1]).all(dim=2)
@@ -152,7 +153,7 @@ def build_trees(
     keys_RN, slots_RN = _best(costs_RLK, plan)
     costs_RN = (keys_RN >> 32).to(torch.int32).view(torch.float32)
     is_real_RN = costs_RN < torch.inf
-    numbers_RN = torch.where(is_real_RN, keys_RN & (_COST_UNIT - 1), 0)
+    numbers_RN = (keys_RN & (_COST_UNIT - 1)).masked_fill(~is_real_RN, 0)
 
     # Where each kept candidate went; a parent is always among those that went somewhere.
     rows_N = torch.arange(budget + 1, device=device)
@@ -170,7 +171,7 @@ def build_trees(
         parents=parents_RN.to(torch.int32),
         depths=plan.depths[numbers_RN],
         ranks=plan.ranks[numbers_RN],
-        log_probs=torch.where(costs_RN > 0, -costs_RN, 0.0),  # 0.0 and never -0.0
+        log_probs=(-costs_RN).masked_fill(costs_RN == 0, 0.0),  # never -0.0
         num_rows=is_real_RN.sum(dim=1).to(torch.int32),
         valid=valid_R,
         ancestor_words=_ancestor_words(parents_RN, plan),
@@ -249,20 +250,18 @@ def _make_plan(budget: int, num_depths: int, num_ranks: int, device: torch.devic
     def put(table: ndarray) -> Tensor:
         return torch.from_numpy(table).to(device)
 
-    # A tensor made in inference mode would be refused by autograd for as long as it is cached.
-    with torch.inference_mode(False):
-        return _Plan(
-            level_sizes=tuple(map(len, places)),
-            nums_kept=tuple(nums_kept),
-            num_slots=max(num_slots, num_rows),
-            parent_places=put(np.concatenate(places)),
-            parent_slots=put(np.concatenate(slots)),
-            cells=put(np.concatenate(cells)),
-            depths=put(np.concatenate(depths)),
-            ranks=put(np.concatenate(ranks)),
-            rootless_parents=put(np.where(rows > 0, rows, -1)),
-            own_words=put(own_words.view(np.int64)),
-        )
+    return _Plan(
+        level_sizes=tuple(map(len, places)),
+        nums_kept=tuple(nums_kept),
+        num_slots=max(num_slots, num_rows),
+        parent_places=put(np.concatenate(places)),
+        parent_slots=put(np.concatenate(slots)),
+        cells=put(np.concatenate(cells)),
+        depths=put(np.concatenate(depths)),
+        ranks=put(np.concatenate(ranks)),
+        rootless_parents=put(np.where(rows > 0, rows, -1)),
+        own_words=put(own_words.view(np.int64)),
+    )
 
 
 def _pairs(

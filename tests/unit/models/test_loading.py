@@ -128,7 +128,7 @@ def test_every_variant_of_the_format_loads_and_drafts_without_changing_the_text(
     changes: dict[str, object], tmp_path: Path, target: Target
 ) -> None:
     pair = ddtree.Pair(target, load_drafter(write_drafter(tmp_path, **changes), target))
-    generation = pair.generate(PROMPT, max_new_tokens=20)
+    generation = pair.generate(PROMPT, budget=16, max_new_tokens=20)
     assert list(generation.token_ids) == greedy_reference(tiny_model("llama"), PROMPT, 20)
     assert max(int(r.tree.depths.max()) for r in generation.rounds if r.tree) > 1
 
@@ -145,7 +145,7 @@ def test_a_mask_id_beyond_the_tokenizer_is_fine_within_the_embedding(tmp_path: P
         return write_drafter(tmp_path, vocab_size=wide.vocab_size, dflash_config=taps)
 
     pair = ddtree.Pair(wide, load_drafter(write(last), wide))
-    assert pair.generate("hello", max_new_tokens=4).num_tokens == 4
+    assert pair.generate("hello", budget=16, max_new_tokens=4).num_tokens == 4
     refusal(
         PairMismatchError,
         lambda: load_drafter(write(last + 1), wide),
@@ -185,7 +185,7 @@ def test_a_drafter_takes_the_targets_dtype_and_keeps_its_rope_in_float32(
     drafter, exact = load_drafter(folder, half), load_drafter(folder, target)
     assert {p.dtype for p in drafter.network.parameters()} == {torch.bfloat16}
     assert drafter.network.rotary.inv_freq.equal(exact.network.rotary.inv_freq)
-    generation = ddtree.Pair(half, drafter).generate(PROMPT, max_new_tokens=5)
+    generation = ddtree.Pair(half, drafter).generate(PROMPT, budget=16, max_new_tokens=5)
     assert generation.num_tokens == 5
 
 
@@ -580,7 +580,7 @@ def test_a_folder_without_a_tokenizer_works_with_token_ids(tmp_path: Path) -> No
         write_target(tmp_path / "target", tokenizer=False), write_drafter(tmp_path / "drafter")
     )
     assert pair.target.tokenizer is None
-    generation = pair.generate(PROMPT, max_new_tokens=10)
+    generation = pair.generate(PROMPT, budget=16, max_new_tokens=10)
     assert generation.text is None
     assert list(generation.token_ids) == greedy_reference(tiny_model("llama"), PROMPT, 10)
 
@@ -596,11 +596,11 @@ def test_loaded_models_and_tokenizers_are_taken_in_place_of_ids(tmp_path: Path) 
     pair = ddtree.load(model, write_drafter(tmp_path), tokenizer=tiny_tokenizer())
     assert pair.target.model is model
     assert isinstance(pair.drafter, DFlashDrafter)
-    assert pair.generate("hello", max_new_tokens=3).text is not None
+    assert pair.generate("hello", budget=16, max_new_tokens=3).text is not None
     again = ddtree.load(model, pair.drafter)
     assert again.drafter is pair.drafter
     assert again.target.tokenizer is None
-    assert again.generate(PROMPT, max_new_tokens=3).text is None
+    assert again.generate(PROMPT, budget=16, max_new_tokens=3).text is None
 
 
 def test_a_drafter_of_ones_own_is_taken_as_it_is() -> None:

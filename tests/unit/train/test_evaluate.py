@@ -150,7 +150,9 @@ def test_tau_is_that_of_the_decoder_and_all_arms_agree(options: dict[str, float]
 def test_what_is_proposed_along_the_text_is_what_the_rounds_proposed() -> None:
     drafter = dflash_drafter(target())
     heard = OverheardDrafter(drafter)
-    said = Pair(target(), heard).generate(PROMPT.prompt, method="dflash", max_new_tokens=12)
+    said = Pair(target(), heard).generate(
+        PROMPT.prompt, budget=16, method="dflash", max_new_tokens=12
+    )
     text = [*prompt_ids(), *said.token_ids]
     features = torch.cat(heard.features)
     with torch.inference_mode():

@@ -69,7 +69,7 @@ def test_one_command_makes_a_drafter_and_measures_it(train: Train) -> None:
     assert train(*ALL, "--out", "work") == 0
     pair = ddtree.load("target", "work/fit/drafter")
     texts = [
-        pair.generate("hello", method=method, max_new_tokens=10).token_ids
+        pair.generate("hello", budget=16, method=method, max_new_tokens=10).token_ids
         for method in ("ar", "ddtree")
     ]
     assert texts[0] == texts[1]

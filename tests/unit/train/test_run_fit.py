@@ -70,7 +70,7 @@ def test_the_drafter_that_is_saved_drafts_for_its_target(job: FitJob) -> None:
     assert len(drafter.draft_token_ids) == 40
     pair = ddtree.Pair(target, drafter)
     texts = {
-        method: pair.generate([5, 6, 7], max_new_tokens=12, method=method).token_ids
+        method: pair.generate([5, 6, 7], budget=16, max_new_tokens=12, method=method).token_ids
         for method in ("ar", "dflash", "ddtree")
     }
     assert texts["ar"] == texts["dflash"] == texts["ddtree"]

@@ -14,6 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddtree.errors import MarginalsError
 from ddtree.tree import batched
@@ -96,7 +98,7 @@ SUBNORMAL = marginals_of([[-1e-44, -3e-44, -1e-40]] * 3)
 
 
 @given(batches(), st.integers(0, 70))
-@settings(max_examples=150)
+@settings(max_examples=100)
 @example(batch_of([ALL_TIES, ALL_BANNED, OVERFLOWS, ZEROS_OF_BOTH_SIGNS, SUBNORMAL]), 0)
 @example(batch_of([ALL_TIES, ALL_BANNED, OVERFLOWS, ZEROS_OF_BOTH_SIGNS, SUBNORMAL]), 1)
 @example(batch_of([ALL_TIES, ALL_BANNED, OVERFLOWS, ZEROS_OF_BOTH_SIGNS, SUBNORMAL]), 7)
@@ -120,7 +122,7 @@ def test_trees_of_real_sizes_equal_the_reference(
 
 
 @given(batches(), st.integers(0, 70))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_padding_looks_like_the_root_and_is_its_own_parent(inputs: Inputs, budget: int) -> None:
     trees = build_trees(*inputs, budget)
     for request, num_rows in enumerate(trees.num_rows.tolist()):
@@ -137,7 +139,7 @@ def test_padding_looks_like_the_root_and_is_its_own_parent(inputs: Inputs, budge
 
 
 @given(batches(), st.integers(0, 70))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_expanded_words_are_the_ancestor_mask(inputs: Inputs, budget: int) -> None:
     trees = build_trees(*inputs, budget)
     mask = expand_ancestors(trees.ancestor_words)
@@ -252,13 +254,23 @@ def test_tracing_first_leaves_no_fake_constants_behind() -> None:
     assert_equal_to_reference(inputs, 11)
 
 
+class OnlyMeta(TorchDispatchMode):
+    """Fails where an operation reads or makes a tensor on another device: a copy, or a wait."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, out)):
+            assert not isinstance(tensor, Tensor) or tensor.is_meta, func
+        return out
+
+
 def test_all_work_is_on_the_device_of_the_input() -> None:
-    # Tensors of two devices do not mix, and the meta device computes nothing.
     inputs = [tensor.to("meta") for tensor in random_batch(2, 4, 6, torch.float32)]
-    trees, mask = build_and_expand(*inputs, 9)
-    for field in dataclasses.fields(BatchedTrees):
-        assert getattr(trees, field.name).is_meta
-    assert mask.is_meta
+    build_trees(*inputs, 70)  # the first call brings the index lists there
+    with OnlyMeta():
+        trees, mask = build_and_expand(*inputs, 70)
+    assert trees.token_ids.shape == (2, 71)
+    assert mask.shape == (2, 71, 71)
 
 
 @pytest.fixture
@@ -284,7 +296,7 @@ def test_the_whole_builder_compiles_into_one_graph(as_users_import_it: ModuleTyp
 
     compiled = torch.compile(build, fullgraph=True, backend=backend)
     # Sizes and budgets that change are where torch.compile turns to symbols.
-    for num_ranks, budget in ((3, 3), (5, 3), (5, 6)):
+    for num_ranks, budget in ((3, 3), (5, 6)):
         graphs.clear()
         for dtype in (torch.bfloat16, torch.float32):
             inputs = random_batch(2, 2, num_ranks, dtype)

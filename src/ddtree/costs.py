@@ -1,0 +1,185 @@
+"""What a round costs on this machine: measured once per pair, kept on disk, corrected by rounds.
+
+Only ratios matter to the budget, so a machine that slows down as a whole changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import __version__ as transformers_version
+
+from ddtree.draft import Drafter
+from ddtree.models.target import Target
+
+# Rows of a verify forward that are measured; between them costs are interpolated.
+ROWS = (1, 2, 4, 8, 12, 17, 25, 33, 49, 65)
+CONTEXTS = (64, 512)
+_FORMAT = 1
+# A forward slower than this is measured in fewer places: a profile must not take minutes.
+_SLOW_S = 0.3
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostProfile:
+    """Seconds per stage, as measured.
+
+    Args:
+        contexts: T of each row of `verify`, rising.
+        rows: N of each column, rising.
+        verify: [contexts][rows] seconds of a verify forward and the walk's first look at it.
+        draft: seconds of one drafter pass with its top-k.
+    """
+
+    contexts: tuple[int, ...]
+    rows: tuple[int, ...]
+    verify: tuple[tuple[float, ...], ...]
+    draft: float
+
+    def verify_s(self, num_rows: int, context_length: int) -> float:
+        """Seconds of a verify forward: interpolated, and carried on beyond the last point."""
+        per_context = [_along(self.rows, costs, num_rows) for costs in self.verify]
+        if len(self.contexts) == 1:
+            return per_context[0]
+        return max(_along(self.contexts, per_context, context_length), per_context[0])
+
+
+def _along(points: Sequence[int], costs: Sequence[float], at: int) -> float:
+    """Piecewise linear, the outer pieces carried on; never below half of the nearest cost."""
+    right = int(np.clip(np.searchsorted(points, at), 1, len(points) - 1))
+    x0, x1, y0, y1 = points[right - 1], points[right], costs[right - 1], costs[right]
+    return max(float(y0 + (y1 - y0) * (at - x0) / (x1 - x0)), min(y0, y1) / 2)
+
+
+@torch.inference_mode()
+def measure(target: Target, drafter: Drafter) -> CostProfile:
+    """Time verify forwards and a drafter pass with tokens that mean nothing; takes seconds."""
+    places = _contexts(target.context_limit)
+    capacity = places[-1] + ROWS[-1]
+    cache = target.new_cache(capacity)
+    session = drafter.start(capacity)
+    layer_ids = tuple(drafter.layer_ids)
+
+    def grow(length: int) -> None:
+        if length == cache.length:
+            return
+        ids = torch.arange(cache.length, length, device=target.device) % target.vocab_size
+        session.extend(target.prefill(ids, cache, capture=layer_ids).features)
+
+    def verify(num_rows: int) -> float:
+        ids = torch.arange(num_rows, device=target.device) % target.vocab_size
+        ancestors = torch.ones(num_rows, num_rows, dtype=torch.bool, device=target.device).tril()
+        start = cache.length
+
+        def once() -> None:
+            output = target.verify(ids, ids, ancestors, cache, capture=layer_ids)
+            output.logits.argmax(-1).tolist()  # waits for the device, as the walk does
+            cache.keep(start, ())
+
+        return _seconds(once)
+
+    grow(places[0])
+    draft_s = _seconds(
+        lambda: session.propose(0, num_depths=drafter.num_depths, num_ranks=16).log_probs.tolist()
+    )
+    slow = verify(1) > _SLOW_S
+    contexts, rows = (places[:1], (1, 8, 33)) if slow else (places, ROWS)
+    table = []
+    for length in contexts:
+        grow(length)
+        # More rows never cost less: what looks so is noise.
+        table.append(tuple(np.maximum.accumulate([verify(n) for n in rows]).tolist()))
+    return CostProfile(contexts=contexts, rows=rows, verify=tuple(table), draft=draft_s)
+
+
+def _contexts(limit: int) -> tuple[int, ...]:
+    """Where to measure: not beyond the positions that the model was made for."""
+    fitting = tuple(length for length in CONTEXTS if length + ROWS[-1] <= limit)
+    return fitting or (max(1, limit - ROWS[-1]),)
+
+
+def _seconds(once: Callable[[], object]) -> float:
+    """The fastest of a few runs after a warm-up: noise only adds."""
+    once()
+    best = np.inf
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        once()
+        best = min(best, time.perf_counter() - begin)
+        if best > _SLOW_S:
+            break
+    return float(best)
+
+
+def profile_for(
+    target: Target, drafter: Drafter, folder: Path, *, say: Callable[[str], None] | None = None
+) -> CostProfile:
+    """The saved profile of this pair on this machine, or a new one, which is then saved.
+
+    Args:
+        target, drafter: the pair.
+        folder: where profiles are kept, a JSON file for each pair and machine.
+        say: told before measuring.
+    """
+    key = _key(target, drafter)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{name}.json"
+    if (saved := _read(path, key)) is not None:
+        return saved
+    if say is not None:
+        say("Measuring what a round costs on this machine, once: a few seconds.")
+    profile = measure(target, drafter)
+    _write(path, {"key": key, "profile": asdict(profile)})
+    return profile
+
+
+def _key(target: Target, drafter: Drafter) -> dict[str, object]:
+    """Everything that decides the costs and can be told beforehand."""
+    where = target.device
+    gpu = torch.cuda.get_device_name(where) if where.type == "cuda" else None
+    return {
+        "format": _FORMAT,
+        "machine": [platform.node(), platform.machine(), os.cpu_count(), gpu],
+        "threads": torch.get_num_threads(),
+        "versions": [str(torch.__version__), transformers_version],
+        "device": str(where),
+        "target": [target.name, str(target.dtype), target.backend, asdict(target.shape)],
+        "drafter": [getattr(drafter, "name", type(drafter).__name__), drafter.num_depths],
+    }
+
+
+def _read(path: Path, key: dict[str, object]) -> CostProfile | None:
+    """A saved profile; None where there is none that can be used."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["key"] != key:
+            return None
+        raw = saved["profile"]
+        return CostProfile(
+            contexts=tuple(raw["contexts"]),
+            rows=tuple(raw["rows"]),
+            verify=tuple(tuple(map(float, costs)) for costs in raw["verify"]),
+            draft=float(raw["draft"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, saved: dict[str, object]) -> None:
+    """Keep it if that is possible: without, the next start measures again."""
+    beside = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(saved, indent=1), encoding="utf-8")
+        beside.replace(path)
