@@ -22,7 +22,7 @@ from ddtree.attention.visibility import visible
 from ddtree.errors import BackendError, UserError
 from ddtree.models import zoo
 from ddtree.models.loading import check_pair, read_drafter_config, read_target_shape
-from ddtree.models.packed import can_pack
+from ddtree.models.packed import best_layout
 from ddtree.report import Json, versions
 from ddtree.tree import host
 
@@ -67,7 +67,8 @@ def examine(target: str, drafter: str | None) -> Examination:
     checks = [Check(name=name, well=None, finding=found) for name, found in versions().items()]
     checks += [_processor(), *_devices()]
     checks += [_attempt(f"attention {name}", _backend_check(name)) for name in _CHECKED]
-    finding = "packed for oneDNN" if can_pack() else "as torch has them: no oneDNN here"
+    layout = best_layout()
+    finding = "plain: no other layout works here" if layout is None else f"packed: {layout.layout}"
     checks.append(Check(name="float32 layers on a CPU", well=None, finding=finding))
     checks.append(Check(name="tree builder", well=None, finding=host.describe()))
     checks.append(_attempt("cache", _cache_folder))

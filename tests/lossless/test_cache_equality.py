@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ddtree.budget import FixedBudget
 from ddtree.commit import commit
 from ddtree.decode import Stages, decode
 from ddtree.models.drafter import DFlashSession
@@ -58,7 +59,7 @@ def test_after_every_commit_the_caches_equal_plain_decodings(architecture: str) 
             stages=replace(Stages(), commit=checked),
             rule=Greedy(),
             stopping=TextStopping(30, (), None),
-            budget=24,
+            budget=FixedBudget(24),
         )
     )
     assert commits == len(rounds) - 1

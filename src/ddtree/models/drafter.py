@@ -29,6 +29,9 @@ from ddtree.types import Marginals
 
 _Rotation = tuple[Tensor, Tensor]
 
+# Positions whose features wait at most: they take more memory than keys and values made of them.
+_MOST_WAITING = 256
+
 
 def _rotate(states: Tensor, rotation: _Rotation) -> Tensor:
     """Apply RoPE to [R, H, S, d] with cos and sin [1 or R, S, d]."""
@@ -256,26 +259,38 @@ class DFlashDrafter:
 
 
 class DFlashSession:
-    """The drafter's context of one request: keys and values of committed positions only."""
+    """The drafter's context of one request: keys and values of committed positions only.
+
+    Features wait until the next pass needs them: where nothing is drafted they cost nothing.
+    """
 
     def __init__(self, drafter: DFlashDrafter, capacity: int) -> None:
         self._drafter = drafter
         room = capacity + drafter.config.block_size
         self._stores = [KVStore(room) for _ in drafter.network.layers]
+        self._waiting: list[Tensor] = []
 
     @property
     def length(self) -> int:
         """Context positions seen; equals the target cache's length between rounds."""
-        return self._stores[0].length
+        return self._stores[0].length + sum(part.shape[0] for part in self._waiting)
 
     @property
     def num_bytes(self) -> int:
-        """Memory held by the context entries."""
-        return sum(store.num_bytes for store in self._stores)
+        """Memory held by the context entries, and by features that wait."""
+        waiting = sum(part.numel() * part.element_size() for part in self._waiting)
+        return waiting + sum(store.num_bytes for store in self._stores)
 
     def extend(self, features: Float[Tensor, "M F"]) -> None:
         """Take in the target's features of the next M committed positions."""
-        self._drafter.network.extend(features, self._stores)
+        self._waiting.append(features)
+        if sum(part.shape[0] for part in self._waiting) >= _MOST_WAITING:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        if self._waiting:
+            self._drafter.network.extend(torch.cat(self._waiting), self._stores)
+            self._waiting.clear()
 
     def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
         """Draft the positions that follow the root.
@@ -285,6 +300,7 @@ class DFlashSession:
             num_depths: positions wanted, 1 <= num_depths <= L.
             num_ranks: K, capped at the draft vocabulary.
         """
+        self._take_in()
         drafter, config = self._drafter, self._drafter.config
         ids = torch.full((config.block_size,), config.mask_token_id, device=drafter.target.device)
         ids[0] = root_id

@@ -1,7 +1,10 @@
-"""Linear layers whose weights are laid out once for oneDNN: the float32 CPU path.
+"""Linear layers whose weights are laid out once, for float32 on a CPU.
 
-A plain `torch.nn.Linear` has its weight laid out anew by every call of a few rows. Packed, a
-forward of 1 to 64 rows takes about two thirds of the time, and no row count is slower (lab log).
+A plain `torch.nn.Linear` has its weight laid out anew by every call of a few rows. Two layouts do
+without: our own kernel (native/linear.c), which reads each weight from memory once while it
+computes all rows, and oneDNN's. The first is used where it was built and the processor has AVX2 but
+not AVX-512, for which it is not made. It has a second virtue: a row's result is the same bit for
+bit whatever rows are beside it, so verifying a tree rounds these layers as plain decoding does.
 """
 
 from __future__ import annotations
@@ -13,55 +16,120 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-# The row count that the layout is made for; it serves all others too.
+try:
+    from ddtree.models import _linear
+except ImportError:  # not built, or no OpenMP of torch to share
+    _SUPPORTED = False
+else:
+    _SUPPORTED = _linear.supported()
+
+# Columns of one panel of our layout, as in native/linear.h.
+_PANEL = 16
+# The row count that oneDNN's layout is made for; it serves all others too.
 _ROWS_HINT = 17
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight, for inference alone.
+    """A linear layer with a weight in another layout; it can only run.
 
     Args:
         weight: [out, in] float32 on the CPU; not kept.
         bias: [out] or None.
     """
 
+    layout = ""
+
     def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        with torch.no_grad():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(
-                weight.detach().contiguous(), _ROWS_HINT
-            )
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
-        """The plain weight, unpacked anew by every access."""
-        weight: Tensor = self._packed.to_dense()
-        return weight
-
-    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """As `torch.nn.Linear`."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return out
+        """The plain weight, laid out anew by every access."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """Shapes, as torch prints them for its own layers."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+class PanelLinear(PackedLinear):
+    """Our own layout [panels, in, 16]: 16 neighbouring outputs side by side."""
+
+    layout = "panels"
+
+    def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None) -> None:
+        super().__init__(weight, bias)
+        missing = -self.out_features % _PANEL
+        padded = functional.pad(weight.detach(), (0, 0, 0, missing))
+        # torch aligns what it allocates to 64 bytes, as the kernel wants it.
+        self._panels = padded.view(-1, _PANEL, self.in_features).transpose(1, 2).contiguous()
+        self._bias = None if bias is None else functional.pad(bias.detach(), (0, missing))
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """See `PackedLinear.weight`."""
+        return self._panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """As `torch.nn.Linear`, for float32 on the CPU."""
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        _linear.linear(
+            x.data_ptr(),
+            self._panels.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // self.in_features,
+            self.out_features,
+            self.in_features,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class OnednnLinear(PackedLinear):
+    """oneDNN's layout, through the operators that torch's own compiler uses."""
+
+    layout = "onednn"
+
+    def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None) -> None:
+        super().__init__(weight, bias)
+        with torch.no_grad():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(
+                weight.detach().contiguous(), _ROWS_HINT
+            )
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """See `PackedLinear.weight`."""
+        weight: Tensor = self._packed.to_dense()
+        return weight
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """As `torch.nn.Linear`, for float32 on the CPU."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return out
+
+
 @functools.cache
-def can_pack() -> bool:
-    """Whether this torch has the packed path, and it computes what it should."""
+def best_layout() -> type[PackedLinear] | None:
+    """The layout for this machine; None where none of them works."""
+    if _SUPPORTED and torch.backends.cpu.get_cpu_capability() != "AVX512" and _works(PanelLinear):
+        return PanelLinear
+    return OnednnLinear if _works(OnednnLinear) else None
+
+
+def _works(layout: type[PackedLinear]) -> bool:
+    """Whether it computes what it should here."""
+    weight = torch.linspace(-1, 1, 240).view(20, 12)
+    x = torch.linspace(-1, 1, 24).view(2, 12)
     try:
-        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            return False
-        weight = torch.linspace(-1, 1, 96).view(8, 12)
-        x = torch.linspace(-1, 1, 24).view(2, 12)
-        got = PackedLinear(weight, None)(x)
-        return torch.allclose(got, functional.linear(x, weight), atol=1e-5)
-    except (AttributeError, RuntimeError):  # the operators are torch's own, not public
+        got = layout(weight, None)(x)
+    except (AttributeError, RuntimeError):  # torch's operators are there but not public
         return False
+    return torch.allclose(got, functional.linear(x, weight), atol=1e-5)
 
 
 def pack_linears(model: nn.Module) -> nn.Module:
@@ -72,12 +140,13 @@ def pack_linears(model: nn.Module) -> nn.Module:
     Returns:
         `model`, or its replacement if it is such a layer itself.
     """
-    if not can_pack():
+    layout = best_layout()
+    if layout is None:
         return model
     # Exactly this class: a subclass may do something else.
     if type(model) is nn.Linear and model.weight.dtype == torch.float32:
         on_cpu = model.weight.device.type == "cpu"
-        return PackedLinear(model.weight, model.bias) if on_cpu else model
+        return layout(model.weight, model.bias) if on_cpu else model
     for name, child in list(model.named_children()):
         setattr(model, name, pack_linears(child))
     return model

@@ -100,9 +100,9 @@ class Target:
 
     @property
     def backend(self) -> str:
-        """How its layers run: the attention, and whether the linear layers are packed."""
-        packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
-        return f"{self.config._attn_implementation}{', packed' if packed else ''}"
+        """How its layers run: the attention, and the layout of packed linear layers."""
+        layouts = {m.layout for m in self.model.modules() if isinstance(m, PackedLinear)}
+        return ", ".join([self.config._attn_implementation, *sorted(layouts)])
 
     @property
     def num_layers(self) -> int:

@@ -6,32 +6,83 @@ from torch import nn
 
 from ddtree.models import packed
 from ddtree.models.loading import load_target
-from ddtree.models.packed import PackedLinear, can_pack, pack_linears
+from ddtree.models.packed import (
+    OnednnLinear,
+    PackedLinear,
+    PanelLinear,
+    best_layout,
+    pack_linears,
+)
 from tests.support.models import tiny_model
 
-
-@pytest.fixture(autouse=True)
-def _packing_works_here() -> None:
-    assert can_pack(), "the CPU wheels of torch that we test with all have oneDNN"
+LAYOUTS = [PanelLinear, OnednnLinear]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 17, 64, 300])
+def test_this_machine_has_both_layouts() -> None:
+    """Where we test, gcc, AVX2 and a torch with oneDNN are there: nothing below is skipped."""
+    assert packed._SUPPORTED
+    assert all(packed._works(layout) for layout in LAYOUTS)
+    assert best_layout() in LAYOUTS
+
+
+def reference(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    bias = None if linear.bias is None else linear.bias.double()
+    return nn.functional.linear(x.double(), linear.weight.double(), bias).float()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 7, 13, 17, 64, 300])
+@pytest.mark.parametrize(("num_in", "num_out"), [(48, 80), (7, 1), (1, 33), (300, 61)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_layer_computes_what_it_did(num_rows: int, bias: bool) -> None:
+@torch.no_grad()
+def test_a_packed_layer_computes_what_it_did(
+    layout: type[PackedLinear], num_rows: int, num_in: int, num_out: int, bias: bool
+) -> None:
     torch.manual_seed(0)
-    linear = nn.Linear(48, 80, bias=bias)
-    layer = pack_linears(linear)
-    assert isinstance(layer, PackedLinear)
-    x = torch.randn(2, num_rows, 48)
-    torch.testing.assert_close(layer(x), linear(x), rtol=0, atol=1e-5)
+    linear = nn.Linear(num_in, num_out, bias=bias)
+    layer = layout(linear.weight, linear.bias)
+    x = torch.randn(2, num_rows, num_in)
+    torch.testing.assert_close(layer(x), reference(linear, x), rtol=1e-5, atol=1e-5)
     assert torch.equal(layer.weight, linear.weight)
 
 
-def test_rows_that_lie_apart_in_memory_are_read_right() -> None:
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@torch.no_grad()
+def test_threads_share_the_panels_without_a_gap(threads: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    linear, x = nn.Linear(300, 16 * 7 + 5), torch.randn(9, 300)
+    try:
+        torch.set_num_threads(threads)
+        got = PanelLinear(linear.weight, linear.bias)(x)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(got, reference(linear, x), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_row_is_the_same_bit_for_bit_whatever_is_beside_it() -> None:
+    torch.manual_seed(0)
+    layer = PanelLinear(torch.randn(100, 257), torch.randn(100))
+    x = torch.randn(40, 257)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for num_rows in (2, 3, 6, 7, 12, 17, 25, 40):
+        assert torch.equal(layer(x[:num_rows]), alone[:num_rows])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_rows_that_lie_apart_in_memory_are_read_right(layout: type[PackedLinear]) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(16, 8)
     x = torch.randn(16, 5).T
-    torch.testing.assert_close(pack_linears(linear)(x), linear(x), rtol=0, atol=1e-5)
+    got = layout(linear.weight, linear.bias)(x)
+    torch.testing.assert_close(got, reference(linear, x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rows_at_all_are_fine(layout: type[PackedLinear]) -> None:
+    assert layout(torch.randn(8, 16), None)(torch.empty(0, 16)).shape == (0, 8)
 
 
 def test_every_plain_layer_inside_is_replaced_and_no_other() -> None:
@@ -43,20 +94,34 @@ def test_every_plain_layer_inside_is_replaced_and_no_other() -> None:
     model.append(half)
     assert pack_linears(model) is model
     kinds = [type(m) for m in model.modules() if not isinstance(m, nn.Sequential)]
-    assert kinds == [PackedLinear, PackedLinear, Own, nn.ReLU, nn.Linear]
+    layout = best_layout()
+    assert kinds == [layout, layout, Own, nn.ReLU, nn.Linear]
 
 
-def test_without_the_operators_all_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "can_pack", lambda: False)
+def test_where_no_layout_works_all_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "best_layout", lambda: None)
     linear = nn.Linear(4, 4)
     assert pack_linears(linear) is linear
 
 
-def test_a_machine_where_packing_computes_nonsense_does_not_pack(
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [({PanelLinear}, OnednnLinear), ({OnednnLinear}, PanelLinear), (set(LAYOUTS), None)],
+)
+def test_a_layout_that_computes_nonsense_here_is_not_taken(
+    broken: set[type[PackedLinear]],
+    expected: type[PackedLinear] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(2, 8))
-    assert not can_pack.__wrapped__()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    for layout in broken:
+        monkeypatch.setattr(layout, "forward", lambda self, x: x.new_zeros(2, 20))
+    assert best_layout.__wrapped__() is expected
+
+
+def test_a_processor_with_wider_vectors_takes_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert best_layout.__wrapped__() is OnednnLinear
 
 
 def test_a_model_that_the_user_loaded_is_not_touched() -> None:

@@ -1,0 +1,111 @@
+#include "linear.h"
+
+#if (defined(__x86_64__) || defined(_M_X64)) && defined(__GNUC__) && defined(_OPENMP)
+
+#include <immintrin.h>
+#include <omp.h>
+#include <string.h>
+
+#define PANEL DDTREE_PANEL
+#define MAX_ROWS 6 /* 12 accumulators, 2 weights, 1 input: 15 of 16 vector registers */
+#define AHEAD 32   /* lines: how far a single row, which only streams, looks ahead */
+/* Below so many multiply-adds waking the threads costs more than they save. */
+#define SMALL 65536
+
+int ddtree_linear_supported(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+/* One panel for R rows. A line of 16 weights serves R rows from registers; meanwhile a line of what
+ * comes next is fetched, one for every 2^shift lines, so that memory and arithmetic overlap. */
+#define ROWS(R)                                                                                    \
+    __attribute__((target("avx2,fma"))) static void rows_##R(                                      \
+        const float *x, ptrdiff_t K, const float *panel, const float *bias, const float *next,     \
+        int shift, float *y, ptrdiff_t ldy) {                                                      \
+        __m256 low[R], high[R];                                                                    \
+        _Pragma("GCC unroll 6") for (int r = 0; r < R; r++) {                                      \
+            low[r] = _mm256_setzero_ps();                                                          \
+            high[r] = _mm256_setzero_ps();                                                         \
+        }                                                                                          \
+        for (ptrdiff_t k = 0; k < K; k++) {                                                        \
+            const __m256 w0 = _mm256_load_ps(panel + k * PANEL);                                   \
+            const __m256 w1 = _mm256_load_ps(panel + k * PANEL + 8);                               \
+            _mm_prefetch((const char *)(next + (k >> shift) * PANEL), _MM_HINT_T1);                \
+            _Pragma("GCC unroll 6") for (int r = 0; r < R; r++) {                                  \
+                const __m256 value = _mm256_broadcast_ss(x + r * K + k);                           \
+                low[r] = _mm256_fmadd_ps(value, w0, low[r]);                                       \
+                high[r] = _mm256_fmadd_ps(value, w1, high[r]);                                     \
+            }                                                                                      \
+        }                                                                                          \
+        _Pragma("GCC unroll 6") for (int r = 0; r < R; r++) {                                      \
+            if (bias != NULL) {                                                                    \
+                low[r] = _mm256_add_ps(low[r], _mm256_loadu_ps(bias));                             \
+                high[r] = _mm256_add_ps(high[r], _mm256_loadu_ps(bias + 8));                       \
+            }                                                                                      \
+            _mm256_storeu_ps(y + r * ldy, low[r]);                                                 \
+            _mm256_storeu_ps(y + r * ldy + 8, high[r]);                                            \
+        }                                                                                          \
+    }
+
+ROWS(1)
+ROWS(2)
+ROWS(3)
+ROWS(4)
+ROWS(5)
+ROWS(6)
+
+typedef void (*rows_kernel)(const float *, ptrdiff_t, const float *, const float *, const float *,
+                            int, float *, ptrdiff_t);
+static const rows_kernel KERNELS[MAX_ROWS + 1] = {NULL,   rows_1, rows_2, rows_3,
+                                                  rows_4, rows_5, rows_6};
+
+/* All rows for the columns of one panel, in blocks of about equal height. */
+static void one_panel(const float *x, ptrdiff_t M, ptrdiff_t K, const float *panel,
+                      const float *bias, float *y, ptrdiff_t N, ptrdiff_t width) {
+    const ptrdiff_t num_blocks = (M + MAX_ROWS - 1) / MAX_ROWS;
+    int shift = 0;
+    while ((2 << shift) <= num_blocks) shift++;
+    float whole[MAX_ROWS * PANEL];
+    ptrdiff_t m = 0;
+    for (ptrdiff_t block = 0; block < num_blocks; block++) {
+        const ptrdiff_t left = num_blocks - block, rows = (M - m + left - 1) / left;
+        /* Each block fetches its share of the next panel; the last ones may find it fetched. */
+        const ptrdiff_t share = (block & ((1 << shift) - 1)) * (K >> shift);
+        const float *next = panel + PANEL * (M == 1 ? AHEAD : K + share);
+        if (width == PANEL) {
+            KERNELS[rows](x + m * K, K, panel, bias, next, shift, y + m * N, N);
+        } else {
+            KERNELS[rows](x + m * K, K, panel, bias, next, shift, whole, PANEL);
+            for (ptrdiff_t r = 0; r < rows; r++)
+                memcpy(y + (m + r) * N, whole + r * PANEL, (size_t)width * sizeof(float));
+        }
+        m += rows;
+    }
+}
+
+void ddtree_linear(const float *x, const float *packed, const float *bias, float *y, ptrdiff_t M,
+                   ptrdiff_t N, ptrdiff_t K, int num_threads) {
+    const ptrdiff_t num_panels = (N + PANEL - 1) / PANEL;
+#pragma omp parallel num_threads(num_threads) if (M * N * K > SMALL)
+    {
+        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const ptrdiff_t first = num_panels * thread / threads;
+        const ptrdiff_t end = num_panels * (thread + 1) / threads;
+        for (ptrdiff_t j = first; j < end; j++) {
+            const ptrdiff_t column = j * PANEL, width = N - column < PANEL ? N - column : PANEL;
+            one_panel(x, M, K, packed + column * K, bias == NULL ? NULL : bias + column,
+                      y + column, N, width);
+        }
+    }
+}
+
+#else
+
+int ddtree_linear_supported(void) { return 0; }
+
+void ddtree_linear(const float *x, const float *packed, const float *bias, float *y, ptrdiff_t M,
+                   ptrdiff_t N, ptrdiff_t K, int num_threads) {
+    (void)x, (void)packed, (void)bias, (void)y, (void)M, (void)N, (void)K, (void)num_threads;
+}
+
+#endif

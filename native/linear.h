@@ -1,0 +1,19 @@
+/* y = x W^T + b in float32 for few rows: a row's result does not depend on the rows beside it. */
+#ifndef DDTREE_LINEAR_H
+#define DDTREE_LINEAR_H
+
+#include <stddef.h>
+
+/* Columns of a panel. A packed weight is [ceil(N / PANEL)][K][PANEL], padded with zeros, 64-byte
+ * aligned: the outputs of PANEL neighbours lie side by side for every k. */
+#define DDTREE_PANEL 16
+
+/* Whether this processor can run `ddtree_linear`. */
+int ddtree_linear_supported(void);
+
+/* x [M][K], packed weight of W [N][K], bias padded to whole panels or NULL, y [M][N].
+ * Every y[m][n] is one chain of fused multiply-adds over k = 0 .. K-1, then the bias. */
+void ddtree_linear(const float *x, const float *packed, const float *bias, float *y, ptrdiff_t M,
+                   ptrdiff_t N, ptrdiff_t K, int num_threads);
+
+#endif
