@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from builders import random_marginals
-from first_light import table
+from speed import table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ddtree.attention import grouped

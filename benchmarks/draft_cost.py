@@ -13,7 +13,7 @@ import json
 import statistics
 from pathlib import Path
 
-from first_light import card
+from speed import card
 
 import ddtree
 from ddtree.train.journal import write_whole

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from builders import random_marginals
 from costs import Call, interleaved, spread_ms, spread_text
-from first_light import table
+from speed import table
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from first_light import card
+from speed import card
 
 from ddtree.train.journal import write_whole
 

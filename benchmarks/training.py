@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from first_light import card
+from speed import card
 
 from ddtree.train.journal import write_whole
 

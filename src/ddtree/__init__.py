@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from ddtree.errors import UserError
     from ddtree.hf_generate import custom_generate
     from ddtree.models.loading import load_drafter, load_target
+    from ddtree.models.packed import pack_linears
     from ddtree.pair import Pair, load
     from ddtree.tree.chain import build_chain
-    from ddtree.tree.reference import build_tree
+    from ddtree.tree.host import build_tree
     from ddtree.types import DraftTree, Generation, Marginals, Round
 
 __version__ = "0.1.0"
@@ -27,12 +28,13 @@ _HOME = {
     "load": "ddtree.pair",
     "load_target": "ddtree.models.loading",
     "load_drafter": "ddtree.models.loading",
+    "pack_linears": "ddtree.models.packed",
     "Pair": "ddtree.pair",
     "DecodeConfig": "ddtree.config",
     "Drafter": "ddtree.draft",
     "DraftSession": "ddtree.draft",
     "Marginals": "ddtree.types",
-    "build_tree": "ddtree.tree.reference",
+    "build_tree": "ddtree.tree.host",
     "build_chain": "ddtree.tree.chain",
     "DraftTree": "ddtree.types",
     "Round": "ddtree.types",
@@ -47,6 +49,7 @@ __all__ = [  # noqa: RUF022, in the order of the data flow
     "load",
     "load_target",
     "load_drafter",
+    "pack_linears",
     "Pair",
     "DecodeConfig",
     "Drafter",

@@ -1,11 +1,13 @@
 """Agreement, tau and speed of ar, dflash and ddtree, side by side in one process.
 
-    python benchmarks/first_light.py --limit 16 --max-new-tokens 96 --out benchmarks/results
+    python benchmarks/speed.py --limit 8 --max-new-tokens 64 --out benchmarks/results
 
 Every prompt is run by all arms, one after another in random order, so that a drift of the machine
-hits all alike. Greedy, float32. Budgets are fixed beforehand; nothing is tuned on these prompts.
-Writes first_light.json (every prompt and arm) and first_light.md (the summary and its card). What
-is measured is kept in first_light.unfinished.json after every prompt: a run that was stopped goes
+hits all alike. Greedy, float32. Fixed budgets are those named below; budget "auto" learns from the
+rounds it decodes, as in use, and from nothing else. Two arms are controls: plain decoding by torch
+with its layers as they are, and a drafter of the real cost whose tokens are random.
+Writes speed.json (every prompt and arm) and speed.md (the summary and its card). What
+is measured is kept in speed.unfinished.json after every prompt: a run that was stopped goes
 on from there with the same command, and a finished one leaves none, so the next measures anew.
 """
 
@@ -19,7 +21,10 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 import ddtree
+from ddtree.models.loading import load_target
 from ddtree.provenance import origin
 from ddtree.report import generation_json
 from ddtree.train.journal import changed_names, write_whole
@@ -30,19 +35,78 @@ PROMPTS = Path(__file__).parent / "prompts"
 
 @dataclass(frozen=True)
 class Arm:
-    """A method at a budget."""
+    """A method at a budget, with the pair of that name."""
 
     name: str
     method: str
-    budget: int
+    budget: int | str
+    pair: str = "shipped"
 
 
 ARMS = (
     Arm("ar", "ar", 0),
+    Arm("ar-torch", "ar", 0, "plain layers"),
     Arm("dflash", "dflash", 16),
+    Arm("dflash-auto", "dflash", "auto"),
+    Arm("ddtree-4", "ddtree", 4),
+    Arm("ddtree-8", "ddtree", 8),
     Arm("ddtree-16", "ddtree", 16),
     Arm("ddtree-32", "ddtree", 32),
+    Arm("ddtree-auto", "ddtree", "auto"),
+    Arm("hostile-auto", "ddtree", "auto", "random tokens"),
 )
+FIXED = ("ddtree-4", "ddtree-8", "ddtree-16", "ddtree-32")
+Pairs = dict[str, ddtree.Pair]
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Costs what the drafter costs, is as sure as it is, and proposes anything."""
+
+    drafter: ddtree.Drafter
+    vocab_size: int
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """See `ddtree.Drafter`."""
+        return tuple(self.drafter.layer_ids)
+
+    @property
+    def num_depths(self) -> int:
+        """See `ddtree.Drafter`."""
+        return self.drafter.num_depths
+
+    def start(self, capacity: int) -> _RandomSession:
+        """See `ddtree.Drafter`."""
+        return _RandomSession(self.drafter.start(capacity), self.vocab_size)
+
+
+@dataclass(frozen=True)
+class _RandomSession:
+    session: ddtree.DraftSession
+    vocab_size: int
+
+    def extend(self, features: torch.Tensor) -> None:
+        """See `ddtree.DraftSession`."""
+        self.session.extend(features)
+
+    def propose(self, root_id: int, **options: int) -> ddtree.Marginals:
+        """See `ddtree.DraftSession`."""
+        said = self.session.propose(root_id, **options)
+        return ddtree.Marginals(said.log_probs, torch.randint_like(said.token_ids, self.vocab_size))
+
+
+def load_pairs() -> Pairs:
+    """The pairs that arms name."""
+    shipped = ddtree.load("smollm2-135m")
+    plain = load_target("smollm2-135m", packed=False)
+    return {
+        "shipped": shipped,
+        "plain layers": ddtree.Pair(plain, None),
+        "random tokens": ddtree.Pair(
+            shipped.target, RandomTokens(shipped.drafter, shipped.target.vocab_size)
+        ),
+    }
 
 
 def main() -> None:
@@ -52,22 +116,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order of arms")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    measured = options.out / "first_light.unfinished.json"
+    measured = options.out / "speed.unfinished.json"
     result = begun(measured, options)
-    pair = ddtree.load("smollm2-135m")
+    pairs = load_pairs()
     for arm in ARMS:  # warm-up: allocations and first-call work are not measured
-        generate(pair, "Hello", arm, 16)
+        generate(pairs, "Hello", arm, 16)
     rows = result["rows"]
     done = {(row["suite"], row["id"]) for row in rows}
     for suite, prompt in prompts(options.limit):
         if (suite, prompt["id"]) in done:
             continue
         rng = random.Random(f"{options.seed} {suite} {prompt['id']}")
-        rows.append(run_prompt(pair, suite, prompt, options.max_new_tokens, rng))
+        rows.append(run_prompt(pairs, suite, prompt, options.max_new_tokens, rng))
         write_whole(measured, as_text(result))
         print(f"{suite} {prompt['id']}: {summary(rows[-1])}", file=sys.stderr, flush=True)
-    write_whole(options.out / "first_light.json", as_text(result))
-    write_whole(options.out / "first_light.md", markdown(result))
+    write_whole(options.out / "speed.json", as_text(result))
+    write_whole(options.out / "speed.md", markdown(result))
     measured.unlink(missing_ok=True)
 
 
@@ -110,7 +174,7 @@ def as_text(result: dict[str, object]) -> str:
 
 
 def run_prompt(
-    pair: ddtree.Pair,
+    pairs: Pairs,
     suite: str,
     prompt: dict[str, object],
     max_new_tokens: int,
@@ -119,7 +183,7 @@ def run_prompt(
     """All arms on the first turn of one prompt."""
     order = rng.sample(ARMS, len(ARMS))
     text = prompt["turns"][0]
-    done = {arm.name: generate(pair, text, arm, max_new_tokens) for arm in order}
+    done = {arm.name: generate(pairs, text, arm, max_new_tokens) for arm in order}
     agree = len({g.token_ids for g in done.values()}) == 1
     arms = {arm.name: generation_json(done[arm.name]) for arm in ARMS}
     for arm in arms.values():
@@ -127,8 +191,8 @@ def run_prompt(
     return {"suite": suite, "id": prompt["id"], "agree": agree, "arms": arms}
 
 
-def generate(pair: ddtree.Pair, prompt: str, arm: Arm, max_new_tokens: int) -> ddtree.Generation:
-    return pair.generate(
+def generate(pairs: Pairs, prompt: str, arm: Arm, max_new_tokens: int) -> ddtree.Generation:
+    return pairs[arm.pair].generate(
         prompt, method=arm.method, budget=arm.budget, max_new_tokens=max_new_tokens
     )
 
@@ -167,7 +231,7 @@ def spread(values: list[float]) -> str:
 
 def markdown(result: dict[str, object]) -> str:
     rows, arms = result["rows"], [arm["name"] for arm in result["arms"]]
-    lines = ["# First light: the embedded default, greedy, float32", ""]
+    lines = ["# Speed: the embedded default, greedy, float32", ""]
     agreeing = sum(row["agree"] for row in rows)
     lines += [f"All methods said the same tokens on {agreeing} of {len(rows)} prompts.", ""]
     lines += ["tau: mean over prompts of tokens per round, bonus token included.", ""]
@@ -182,9 +246,50 @@ def markdown(result: dict[str, object]) -> str:
     lines += table(["arm", *stages], [[a, *(stage_ms(rows, a, s) for s in stages)] for a in arms])
     speeds = {a: statistics.median(r["arms"][a]["tokens_per_s"] for r in rows) for a in arms}
     listed = ", ".join(f"{a} {v:.1f}" for a, v in speeds.items())
+    lines += ["", "## The targets of issue 5", "", *targets(rows)]
     lines += ["", f"Median tokens/s, prefill included: {listed}.", "", "## Card", ""]
     lines += [f"- {key}: {value}" for key, value in result["card"].items()]
     return "\n".join(lines) + "\n"
+
+
+def targets(rows: list[dict[str, object]]) -> list[str]:
+    """Ratios of tokens/s, mean over suites of the mean over prompts of each one's ratio."""
+
+    suites = {name: group for name, group in groups(rows) if name != "all" and group}
+
+    def speed(group: list[dict[str, object]], arm: str) -> float:
+        return statistics.mean(row["arms"][arm]["tokens_per_s"] for row in group)
+
+    def ratio(arm: str, base: str) -> str:
+        per_suite = [
+            statistics.mean(
+                row["arms"][arm]["tokens_per_s"] / row["arms"][base]["tokens_per_s"]
+                for row in group
+            )
+            for group in suites.values()
+        ]
+        return f"{statistics.mean(per_suite):.2f}"
+
+    best = {name: max(FIXED, key=lambda a, g=g: speed(g, a)) for name, g in suites.items()}
+    over_best = [speed(g, "ddtree-auto") / speed(g, best[name]) for name, g in suites.items()]
+    chosen = ", ".join(f"{suite} {arm}" for suite, arm in best.items())
+    stages = [
+        2 - sum(a["seconds"].values()) / a["seconds"]["elapsed"]  # of which elapsed is one
+        for r in rows
+        for name in ("ar", "ddtree-auto")
+        for a in [r["arms"][name]]
+    ]
+    return [
+        f"- ddtree-auto over ar: {ratio('ddtree-auto', 'ar')}",
+        f"- ddtree-auto over ar-torch: {ratio('ddtree-auto', 'ar-torch')}",
+        f"- ar over ar-torch: {ratio('ar', 'ar-torch')}",
+        f"- ddtree-auto over dflash: {ratio('ddtree-auto', 'dflash')}",
+        f"- ddtree-auto over dflash-auto: {ratio('ddtree-auto', 'dflash-auto')}",
+        f"- ddtree-auto over the best fixed budget of each suite, mean: "
+        f"{statistics.mean(over_best):.3f} ({chosen})",
+        f"- hostile-auto over ar: {ratio('hostile-auto', 'ar')}",
+        f"- time outside of all stages: {100 * statistics.median(stages):.1f}% of a generation",
+    ]
 
 
 def groups(rows: list[dict[str, object]]) -> list[tuple[str, list[dict[str, object]]]]:

@@ -16,22 +16,24 @@ from ddtree.models.target import Target
 from tests.support.models import dflash_drafter, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "first_light.py"
+FILE = Path(__file__).parents[2] / "benchmarks" / "speed.py"
 Measure = Callable[..., None]
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The module, for a tiny pair and two suites of two prompts."""
-    spec = importlib.util.spec_from_file_location("first_light", FILE)
+    spec = importlib.util.spec_from_file_location("speed", FILE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "first_light", module)
+    monkeypatch.setitem(sys.modules, "speed", module)
     spec.loader.exec_module(module)
     target = Target(tiny_model("llama"), tiny_tokenizer(), name="tiny")
     pair = ddtree.Pair(target, dflash_drafter(target))
+    monkeypatch.setenv("DDTREE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(ddtree, "load", lambda name: pair)
+    monkeypatch.setattr(module, "load_target", lambda name, packed: target)
     monkeypatch.setattr(module, "SUITES", ("fox", "dog"))
     monkeypatch.setattr(module, "PROMPTS", tmp_path)
     for suite in module.SUITES:
@@ -47,7 +49,7 @@ def measure(benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def call(*options: str) -> None:
         arguments = ["--max-new-tokens", "6", *options, "--out", str(tmp_path / "out")]
-        monkeypatch.setattr("sys.argv", ["benchmarks/first_light.py", *arguments])
+        monkeypatch.setattr("sys.argv", ["benchmarks/speed.py", *arguments])
         benchmark.main()
 
     return call
@@ -77,7 +79,7 @@ def test_a_run_that_is_stopped_goes_on_and_a_finished_one_starts_anew(
     benchmark: ModuleType, measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = ["fox/0", "fox/1", "dog/0", "dog/1"]
-    unfinished = tmp_path / "out" / "first_light.unfinished.json"
+    unfinished = tmp_path / "out" / "speed.unfinished.json"
     with monkeypatch.context() as first:
         stop_before("dog/0", benchmark, first)
         with pytest.raises(KeyboardInterrupt):
@@ -87,8 +89,8 @@ def test_a_run_that_is_stopped_goes_on_and_a_finished_one_starts_anew(
     seen = stop_before("none", benchmark, monkeypatch)
     measure()
     assert seen == every[2:]
-    assert kept(tmp_path / "out" / "first_light.json") == every
-    assert "on 4 of 4 prompts" in (tmp_path / "out" / "first_light.md").read_text()
+    assert kept(tmp_path / "out" / "speed.json") == every
+    assert "on 4 of 4 prompts" in (tmp_path / "out" / "speed.md").read_text()
     assert not unfinished.exists()
     measure()
     assert seen == [*every[2:], *every]
