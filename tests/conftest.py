@@ -44,6 +44,15 @@ settings.load_profile("ddtree")
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _profiles_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Costs of tiny models are kept apart from the user's, and found again by later tests."""
+    folder = tmp_path_factory.getbasetemp() / "profiles"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddtree.models.zoo.profiles_folder", lambda: folder)
+        yield
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """Annotations are not checked: as a user runs, who must be told by our own errors."""

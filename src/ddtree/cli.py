@@ -149,8 +149,6 @@ def generate(
     request = _Request(prompt=_read_prompt(prompt), system=system, raw=raw)
     needs_drafter = compare or method != "ar"
     pair = load_pair(target, drafter, device, dtype, needs_drafter=needs_drafter)
-    if config.budget == AUTO and pair.drafter is not None:
-        pair.measure(say)
     if compare:
         _compare(pair, request, config, as_json=as_json)
     else:
@@ -178,7 +176,10 @@ def doctor(
 def _generate(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bool) -> None:
     from ddtree.types import Generation
 
-    for item in pair.run(request.messages, config, raw=request.raw):
+    pieces = pair.run(request.messages, config, raw=request.raw)  # checks the options
+    if config.budget == AUTO and config.method != "ar":
+        pair.measure(say)
+    for item in pieces:
         if isinstance(item, Generation):
             _finish(item, as_json=as_json)
         elif not as_json:

@@ -83,6 +83,8 @@ def compare(
     for arm in arms:
         pair.run(prompt_ids, arm)  # checks the options of every arm before any work
     tell = say or (lambda message: None)
+    if config.budget == AUTO and pair.drafter is not None:
+        pair.measure(tell)
     tell("warming up")
     for arm in arms:
         short = min(config.max_new_tokens, _WARM_UP_TOKENS)

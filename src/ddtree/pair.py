@@ -214,8 +214,7 @@ class Pair:
 
     def _measured(self, say: Callable[[str], None] | None) -> Experience:
         assert self.drafter is not None, "plain decoding has no budget"
-        folder = zoo.cache_root() / "profiles"
-        profile = profile_for(self.target, self.drafter, folder, say=say)
+        profile = profile_for(self.target, self.drafter, zoo.profiles_folder(), say=say)
         return Experience(profile, self.drafter.num_depths)
 
     def _budget(self, config: DecodeConfig) -> Budget:

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 import ddtree
 from ddtree import cli
+from ddtree.attention.masks import additive
 from ddtree.models import folder as model_folder
 from ddtree.types import METHODS
 from tests.support.checkpoints import edit_json, write_drafter, write_target
@@ -218,8 +219,9 @@ def test_the_version_is_one_line(run: Run) -> None:
 def test_text_goes_to_standard_output_and_one_line_of_statistics_to_standard_error(
     method: str, run: Run, fitting: Folders, pair: ddtree.Pair
 ) -> None:
-    done = run("generate", "hello", *fitting.options, *SHORT, "--method", method)
-    expected = pair.generate("hello", method=method, max_new_tokens=12)
+    options = (*SHORT, "--method", method, "--budget", "16")
+    done = run("generate", "hello", *fitting.options, *options)
+    expected = pair.generate("hello", method=method, budget=16, max_new_tokens=12)
     assert done.code == 0
     assert done.out == expected.text + "\n"
     (line,) = done.err.splitlines()
@@ -325,11 +327,11 @@ def strict_json(text: str) -> dict[str, object]:
 def test_json_is_one_object_with_the_promised_keys(
     method: str, num_new: int, run: Run, fitting: Folders, pair: ddtree.Pair
 ) -> None:
-    options = ("--method", method, "--max-new-tokens", str(num_new), "--json")
+    options = ("--method", method, "--max-new-tokens", str(num_new), "--budget", "16", "--json")
     done = run("generate", "hello", *fitting.options, *options)
     assert (done.code, done.err) == (0, "")
     found = strict_json(done.out)
-    expected = pair.generate("hello", method=method, max_new_tokens=num_new)
+    expected = pair.generate("hello", method=method, budget=16, max_new_tokens=num_new)
     assert list(found) == KEYS
     assert found["text"] == expected.text
     assert found["token_ids"] == list(expected.token_ids)
@@ -352,6 +354,21 @@ def test_compare_agrees_and_shows_a_table(run: Run, fitting: Folders) -> None:
     assert done.out == run("generate", "hello", *fitting.options, *SHORT).out
     for part in (*METHODS, "tau", "speed", "1.00x", "All methods said the same tokens."):
         assert part in done.err
+
+
+def test_budget_auto_is_the_default_and_measures_once(
+    run: Run, fitting: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddtree.models.zoo.profiles_folder", lambda: tmp_path / "profiles")
+    first = run("generate", "hello", *fitting.options, *SHORT)
+    assert first.code == 0
+    assert first.err.startswith("Measuring what a round costs on this machine")
+    again = run("generate", "hello", *fitting.options, *SHORT, "--budget", "auto")
+    assert (again.code, again.out) == (0, first.out)
+    assert "Measuring" not in again.err
+    assert len(list((tmp_path / "profiles").iterdir())) == 1
+    plain = run("generate", "hello", *fitting.options, *SHORT, "--method", "ar")
+    assert plain.out == first.out
 
 
 @pytest.mark.parametrize("num_new", [1, 12])
@@ -378,12 +395,14 @@ def test_compare_reports_a_divergence_and_exits_1(
 ) -> None:
     # Rows that see nothing but themselves: the drafted methods go wrong.
     monkeypatch.setattr(
-        "ddtree.models.target.visible",
-        lambda ancestors, depths, length, window: torch.cat(
-            [torch.zeros(len(depths), length).bool(), torch.eye(len(depths)).bool()], dim=1
+        "ddtree.attention.masks.TreeMask.of",
+        lambda self, ancestors, length, dtype: additive(
+            torch.cat([torch.zeros(len(ancestors), length), torch.eye(len(ancestors))], 1).bool(),
+            dtype,
         ),
     )
-    arguments = ("generate", "hello", *fitting.options, *SHORT, "--compare", *options)
+    common = (*SHORT, "--compare", "--budget", "16")
+    arguments = ("generate", "hello", *fitting.options, *common, *options)
     shown = run(*arguments)
     assert shown.code == 1
     assert "differs from ar at new token" in shown.err
@@ -409,7 +428,9 @@ def assert_refused(done: Ran, *named: str) -> None:
 
 
 BAD_OPTIONS = [
-    (("--budget", "-1"), "budget: expected a whole number from 0 to 4096, got -1"),
+    (("--budget", "-1"), "budget: expected a whole number from 0 to 4096, or auto, got -1"),
+    (("--budget", "many"), "budget: expected a whole number from 0 to 4096, or auto, got 'many'"),
+    (("--budget", "1.5"), "budget: expected a whole number from 0 to 4096, or auto, got '1.5'"),
     (("--temperature", "-0.5"), "temperature: expected a finite number >= 0, got -0.5"),
     (("--temperature", "nan"), "temperature: expected a finite number"),
     (("--top-p", "0"), "top_p: expected a number in (0, 1], got 0.0"),
@@ -440,8 +461,6 @@ def test_an_option_out_of_range_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("generate", "hello", "--budget", "many"),
-        ("generate", "hello", "--budget", "1.5"),
         ("generate", "hello", "--temperature", "hot"),
         ("generate", "hello", "--top-p", ""),
         ("generate", "hello", "--seed", "0x"),
@@ -679,7 +698,18 @@ def test_doctor_says_that_the_embedded_target_is_still_to_be_fetched(
 
 def test_as_a_process_json_is_all_of_standard_output(fitting: Folders) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "generate", "-", *fitting.options, *SHORT, "--json"],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "generate",
+            "-",
+            *fitting.options,
+            *SHORT,
+            "--json",
+            "--budget",
+            "16",
+        ],
         input=b"hello",
         capture_output=True,
         timeout=120,

@@ -14,11 +14,11 @@ BAD = [
     ("method", "medusa", "one of ar, dflash, ddtree"),
     ("method", "", "one of ar, dflash, ddtree"),
     ("method", None, "one of ar, dflash, ddtree"),
-    ("budget", -1, "a whole number from 0 to 4096"),
-    ("budget", 1.5, "a whole number from 0 to 4096"),
-    ("budget", "16", "a whole number from 0 to 4096"),
-    ("budget", True, "a whole number from 0 to 4096"),
-    ("budget", None, "a whole number from 0 to 4096"),
+    ("budget", -1, "a whole number from 0 to 4096, or auto"),
+    ("budget", 1.5, "a whole number from 0 to 4096, or auto"),
+    ("budget", "16", "a whole number from 0 to 4096, or auto"),
+    ("budget", True, "a whole number from 0 to 4096, or auto"),
+    ("budget", None, "a whole number from 0 to 4096, or auto"),
     ("max_new_tokens", 0, "a whole number >= 1"),
     ("max_new_tokens", -5, "a whole number >= 1"),
     ("max_new_tokens", 2.0, "a whole number >= 1"),
@@ -54,7 +54,7 @@ BAD = [
     ("stop", (3,), "non-empty strings"),
     ("stop", None, "non-empty strings"),
     ("ignore_eos", "no", "True or False"),
-    ("budget", 4097, "a whole number from 0 to 4096"),
+    ("budget", 4097, "a whole number from 0 to 4096, or auto"),
 ]
 
 
@@ -79,6 +79,7 @@ def test_a_bad_value_is_an_error_that_names_argument_expected_and_got(
         {"method": "dflash"},
         {"budget": 0},
         {"budget": 4096},
+        {"budget": "auto"},
         {"temperature": 0},
         {"temperature": 0.0},
         {"temperature": 1},

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -12,20 +15,22 @@ from typing import Any
 
 import pytest
 
+from ddtree.attention.backends import BACKENDS
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("gpu")
+    return importlib.import_module("gpu.__main__")
 
 
 def run(
     gpu: ModuleType, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str
 ) -> dict[str, Any]:
     arguments = ["--device", "cpu", "--small", *options, "--out", str(out)]
-    monkeypatch.setattr("sys.argv", ["benchmarks/gpu.py", *arguments])
+    monkeypatch.setattr("sys.argv", ["benchmarks/gpu", *arguments])
     gpu.main()
     return json.loads((out / "gpu.json").read_text())
 
@@ -48,11 +53,25 @@ def test_every_section_ends_well_on_a_cpu_and_the_report_is_whole(
     assert [(row["T"], row["N"]) for row in rows] == [
         (length, count) for length in setup.contexts for count in setup.rows
     ]
-    assert all(set(gpu.BACKENDS) <= set(row) for row in rows)
+    assert all(set(BACKENDS) <= set(row) for row in rows)
     text = (tmp_path / "gpu.md").read_text()
     for part in sections.values():
         assert all(f"### {title}" in text for title in part["tables"])
     assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_it_runs_as_a_folder_and_says_how(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--small", "--only", "machine", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "benchmarks/gpu", *options], cwd=BENCHMARKS.parent, check=True)
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["sections"]["machine"]["status"] == "ok"
+    assert result["card"]["command"].startswith("python benchmarks/gpu/__main__.py --device cpu")
+
+
+def test_a_spawned_process_finds_every_section(gpu: ModuleType) -> None:
+    # It does not import `__main__`, which is what the script's first file is called.
+    for section in gpu.SECTIONS.values():
+        assert b"__main__" not in pickle.dumps(section.run)
 
 
 def fails(setup: object, report: Any) -> None:

@@ -318,7 +318,7 @@ def broken_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_pair_is_found_out_where_it_first_differs(
     siblings: Pair, temperature: float
 ) -> None:
-    config = DecodeConfig(max_new_tokens=NUM_NEW, temperature=temperature, seed=1)
+    config = DecodeConfig(max_new_tokens=NUM_NEW, budget=16, temperature=temperature, seed=1)
     comparison = compare(siblings, PROMPT, config)
     assert not comparison.agree
     (found,) = comparison.divergences

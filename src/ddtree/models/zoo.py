@@ -127,6 +127,11 @@ def cache_root() -> Path:
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "ddtree"
 
 
+def profiles_folder() -> Path:
+    """Where costs are kept that were measured on this machine."""
+    return cache_root() / "profiles"
+
+
 def target_folder(alias: str, *, say: Say | None = None) -> Path:
     """The local Hugging Face folder of an embedded target, made first where it is not whole.
 

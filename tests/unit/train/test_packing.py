@@ -23,6 +23,7 @@ def session_hidden(drafter: DFlashDrafter, sample: Sample, anchor: int) -> torch
     """Hidden states of the drafted slots, from the network that decodes."""
     session = drafter.start(64)
     session.extend(sample.features[:anchor].float())
+    session._take_in()
     config = drafter.config
     ids = torch.full((config.block_size,), config.mask_token_id)
     ids[0] = int(sample.token_ids[anchor])
