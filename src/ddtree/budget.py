@@ -97,16 +97,13 @@ class Experience:
 
     def plain_s(self, context_length: int) -> float:
         """Seconds of a round that drafts nothing, as the profile counts them."""
-        return self.profile.verify_s(1, context_length) * self._correction(0)
+        return self.profile.verify_s(1, context_length) * float(self._corrections()[0])
 
     def drafted_s(self, context_length: int, max_nodes: int) -> np.ndarray:
         """[max_nodes + 1] seconds of a round that drafts, by the nodes it verifies."""
-        at = self.profile.rows
-        costs = [
-            (self.profile.draft + self.profile.verify_s(n, context_length)) * self._correction(i)
-            for i, n in enumerate(at, start=1)
-        ]
-        return np.interp(np.arange(1, max_nodes + 2), at, np.maximum.accumulate(costs))
+        measured = self.profile.draft + self.profile.verify_by_size(context_length)
+        rising = np.maximum.accumulate(measured * self._corrections()[1:])
+        return np.interp(np.arange(1, max_nodes + 2), self.profile.rows, rising)
 
     def earning_rate(self, plain_s: float) -> float:
         """lambda: tokens per second, as lately made, and never less than without drafting."""
@@ -133,9 +130,9 @@ class Experience:
         self._earned *= 1.0 - 1.0 / _MEMORY_ROUNDS
         self._earned += (tokens, seconds)
 
-    def _correction(self, size: int) -> float:
-        weight, total = self._sums[size]
-        return float((_PRIOR_ROUNDS + total) / (_PRIOR_ROUNDS + weight))
+    def _corrections(self) -> np.ndarray:
+        weights, totals = self._sums.T
+        return (_PRIOR_ROUNDS + totals) / (_PRIOR_ROUNDS + weights)
 
 
 @dataclass

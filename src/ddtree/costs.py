@@ -11,12 +11,15 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Float64
+from numpy import ndarray
 from transformers import __version__ as transformers_version
 
 from ddtree.draft import Drafter
@@ -36,7 +39,7 @@ class CostProfile:
     """Seconds per stage, as measured.
 
     Args:
-        contexts: T of each row of `verify`, rising.
+        contexts: T of each row of `verify`: one, or two that rise.
         rows: N of each column, rising.
         verify: [contexts][rows] seconds of a verify forward and the walk's first look at it.
         draft: seconds of one drafter pass with its top-k.
@@ -49,17 +52,22 @@ class CostProfile:
 
     def verify_s(self, num_rows: int, context_length: int) -> float:
         """Seconds of a verify forward: interpolated, and carried on beyond the last point."""
-        per_context = [_along(self.rows, costs, num_rows) for costs in self.verify]
+        costs = self.verify_by_size(context_length)
+        last = len(self.rows) - 1
+        right = min(max(bisect_left(self.rows, num_rows), 1), last)
+        x0, x1 = self.rows[right - 1], self.rows[right]
+        slope = (costs[right] - costs[right - 1]) / (x1 - x0)
+        return float(costs[right - 1] + slope * (num_rows - x0))
+
+    def verify_by_size(self, context_length: int) -> Float64[ndarray, " rows"]:
+        """Seconds of a verify forward of each number of `rows`; a short context is no cheaper."""
+        first, last = np.array(self.verify[0]), np.array(self.verify[-1])
         if len(self.contexts) == 1:
-            return per_context[0]
-        return max(_along(self.contexts, per_context, context_length), per_context[0])
-
-
-def _along(points: Sequence[int], costs: Sequence[float], at: int) -> float:
-    """Piecewise linear, the outer pieces carried on; never below half of the nearest cost."""
-    right = int(np.clip(np.searchsorted(points, at), 1, len(points) - 1))
-    x0, x1, y0, y1 = points[right - 1], points[right], costs[right - 1], costs[right]
-    return max(float(y0 + (y1 - y0) * (at - x0) / (x1 - x0)), min(y0, y1) / 2)
+            return first
+        t0, t1 = self.contexts
+        along = max(0.0, (context_length - t0) / (t1 - t0))
+        costs: Float64[ndarray, " rows"] = np.maximum(first + (last - first) * along, first)
+        return costs
 
 
 @torch.inference_mode()

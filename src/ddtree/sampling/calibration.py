@@ -19,6 +19,8 @@ _CENTRES = np.linspace(-7.0, 5.0, 13)
 _PRIOR_WEIGHT = 3.0
 # The same for the whole depth, in tokens expected to be chosen: a few rounds tell how good it is.
 _PRIOR_TOKENS = 1.5
+# A fit takes a tenth of a millisecond: after every round at first, then after every few.
+_FRESH_ROUNDS, _REFIT_ROUNDS = 32, 8
 # Older rounds fade, with this many rounds to half their weight.
 _HALF_LIFE_ROUNDS = 200.0
 
@@ -37,7 +39,8 @@ class Calibration:
         # Per depth: choices that were among the tokens said, and how many were to be expected.
         self._chosen: Float64[ndarray, " L"] = np.zeros(num_depths)
         self._expected: Float64[ndarray, " L"] = np.zeros(num_depths)
-        self._table: Float64[ndarray, "L bins"] | None = None
+        self._rounds = 0
+        self._table: Float64[ndarray, "L bins"] | None = None  # None: to be fitted anew
 
     def observe(self, marginals: Marginals, walk: Walk) -> None:
         """Learn from one round: what the target chose at every row where the walk stood.
@@ -61,7 +64,9 @@ class Calibration:
         np.add.at(self._hits, (depths, bins), hits.astype(np.float64))
         self._chosen[: chosen.shape[0]] += hits.any(axis=1)
         self._expected[: chosen.shape[0]] += np.exp(said.astype(np.float64)).sum(axis=1)
-        self._table = None
+        self._rounds += 1
+        if self._rounds < _FRESH_ROUNDS or self._rounds % _REFIT_ROUNDS == 0:
+            self._table = None
 
     def apply(self, marginals: Marginals) -> Marginals:
         """The same tokens in the same order, with what their probabilities are worth."""
