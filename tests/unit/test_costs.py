@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddtree import costs
-from ddtree.costs import ROWS, CostProfile, measure, profile_for
+from ddtree.costs import ROWS_ON_CPU, CostProfile, measure, profile_for
 from tests.support.models import dflash_drafter, tiny_target
 
 PROFILE = CostProfile(
@@ -34,12 +34,14 @@ def test_one_context_is_enough() -> None:
 def test_a_measurement_covers_its_grid_and_rises() -> None:
     target = tiny_target("llama")
     profile = measure(target, dflash_drafter(target))
-    assert profile.rows == ROWS
-    assert profile.contexts[-1] + ROWS[-1] <= target.context_limit
+    assert profile.rows == ROWS_ON_CPU
+    assert profile.contexts[-1] + profile.rows[-1] <= target.context_limit
     assert profile.draft > 0
     for row in profile.verify:
         assert row[0] > 0
         assert list(row) == sorted(row)
+    shorter, longer = profile.verify[0], profile.verify[-1]
+    assert all(s <= t for s, t in zip(shorter, longer, strict=True))
 
 
 def test_a_slow_target_is_measured_in_few_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,8 @@ class Calibration:
         chosen = np.array(walk.token_ids[: marginals.num_depths], np.int64)
         said = marginals.log_probs.to("cpu").numpy()[: chosen.shape[0]]
         hits = marginals.token_ids.to("cpu").numpy()[: chosen.shape[0]] == chosen[:, None]
-        bins = np.abs(_log_odds(said)[..., None] - _CENTRES).argmin(axis=-1)
+        nearest = np.rint((_log_odds(said) - _CENTRES[0]) / (_CENTRES[1] - _CENTRES[0]))
+        bins = nearest.clip(0, _CENTRES.shape[0] - 1).astype(np.int64)
         depths = np.broadcast_to(np.arange(chosen.shape[0])[:, None], bins.shape)
         fade = 0.5 ** (1.0 / _HALF_LIFE_ROUNDS)
         for sums in (self._seen, self._hits, self._chosen, self._expected):
