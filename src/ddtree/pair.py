@@ -163,6 +163,7 @@ class Pair:
         tokenizer = self.target.tokenizer
         stream = TextStream(tokenizer, config.stop) if tokenizer is not None else None
         stop_token_ids = frozenset() if config.ignore_eos else self.target.eos_token_ids
+        budget = self._budget(config)  # may measure first, which is no part of the generation
         stopwatch = Stopwatch(self.target.device)
         rounds: list[Round] = []
         begin = time.perf_counter()
@@ -173,7 +174,7 @@ class Pair:
             stages=stopwatch.timed(stages_for(config.method)),
             rule=rule_for(config),
             stopping=TextStopping(config.max_new_tokens, stop_token_ids, stream),
-            budget=self._budget(config),
+            budget=budget,
         ):
             rounds.append(done)
             if stream is not None and (piece := stream.take()):

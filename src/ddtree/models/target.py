@@ -208,14 +208,17 @@ class Target:
         options: dict[str, Any] = {"attention_mask": None}
         if num_rows > 1:
 
+            def hides_nothing(window: int | None) -> bool:
+                # No row lies deeper than N - 1.
+                return window is None or length + num_rows <= window
+
             def mask_of(window: int | None) -> Tensor:
-                # No row lies deeper than N - 1: a window that far from its edge hides nothing.
-                if window is None or length + num_rows <= window:
+                if hides_nothing(window):
                     return cache.tree_mask.of(ancestors, length, self.dtype)
                 return additive(visible(ancestors, depths, length, window), self.dtype)
 
             options = {"attention_mask": self._masks(mask_of)}
-            if all(w is None or length + num_rows <= w for w in self._windows.values()):
+            if all(map(hides_nothing, self._windows.values())):
                 options["open_context"] = True
         return self._forward(token_ids[None], (length + depths)[None], cache, options, capture)
 
