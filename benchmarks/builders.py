@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
+from ddtree.journal import write_whole
 from ddtree.provenance import origin
-from ddtree.train.journal import write_whole
 from ddtree.tree import geometry, native, reference
 from ddtree.types import Marginals
 

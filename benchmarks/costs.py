@@ -32,6 +32,7 @@ from ddtree.attention.backends import GROUPED
 from ddtree.cache.hf import TargetCache
 from ddtree.commit import commit
 from ddtree.draft import draft
+from ddtree.journal import write_whole
 from ddtree.models.drafter import DFlashDrafter, DFlashNetwork, DFlashSession, top_marginals
 from ddtree.models.drafter_config import parse_drafter_config
 from ddtree.models.packed import pack_linears
@@ -40,7 +41,6 @@ from ddtree.prefill import Context
 from ddtree.provenance import origin
 from ddtree.sampling.rule import Greedy
 from ddtree.stopping import TextStopping
-from ddtree.train.journal import write_whole
 from ddtree.tree.geometry import ancestor_mask, path_to
 from ddtree.tree.host import build_tree, describe
 from ddtree.types import DraftTree

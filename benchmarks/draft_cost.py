@@ -16,7 +16,7 @@ from pathlib import Path
 from speed import card
 
 import ddtree
-from ddtree.train.journal import write_whole
+from ddtree.journal import write_whole
 
 ROOT = Path(__file__).parent.parent
 DRAFTERS = {"shipped": "smollm2-135m", "v0": str(ROOT / "recipes" / "smollm2-135m" / "v0")}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from speed import card
 
-from ddtree.train.journal import write_whole
+from ddtree.journal import write_whole
 
 ARMS = (("ar", 0), ("dflash", 16), ("ddtree", 32))
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 
 import ddtree
+from ddtree.journal import changed_names, write_whole
 from ddtree.models.loading import load_target
 from ddtree.provenance import origin
 from ddtree.report import generation_json
-from ddtree.train.journal import changed_names, write_whole
 
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 PROMPTS = Path(__file__).parent / "prompts"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from speed import card
 
-from ddtree.train.journal import write_whole
+from ddtree.journal import write_whole
 
 LAYERS = "1,8,14,20,27"
 PROMPTS = Path(__file__).parent.parent / "recipes" / "smollm2-135m" / "prompts.jsonl.gz"

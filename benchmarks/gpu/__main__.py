@@ -27,7 +27,7 @@ from pathlib import Path
 if not __package__:  # run as a folder, which then stands in for benchmarks/ on the path
     sys.path[0] = str(Path(__file__).parents[1])
 
-from ddtree.train.journal import write_whole
+from ddtree.journal import write_whole
 from gpu import checks, shapes, timing, trees
 from gpu.found import Found, markdown
 from gpu.models import SHAPES

@@ -192,7 +192,7 @@ class Pair:
             finish_reason=reason,
             method=config.method,
             rounds=tuple(rounds),
-            seconds=stopwatch.seconds(),
+            spans=stopwatch.spans(),
             elapsed_s=elapsed_s,
         )
 

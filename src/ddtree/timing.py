@@ -10,14 +10,14 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ddtree.decode import Stages
-from ddtree.types import StageSeconds
+from ddtree.types import StageSpan
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class Stopwatch:
-    """Sums wall time per stage.
+    """Notes when each stage of one generation began and how long it took.
 
     On CUDA the time between two events of the stream is taken, which needs no synchronisation in
     the loop; elsewhere the host's clock.
@@ -28,29 +28,37 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._host_s: dict[str, float] = {}
+        self._on_host: list[tuple[str, float, float]] = []
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(self, stages: Stages) -> Stages:
-        """The same stages, each adding its time to this stopwatch."""
+        """The same stages, each call noted by this stopwatch."""
         wrapped = {f.name: self._wrap(f.name, getattr(stages, f.name)) for f in fields(stages)}
         return replace(stages, **wrapped)
 
-    def seconds(self) -> StageSeconds:
-        """Totals so far, in seconds."""
-        totals = dict(self._host_s)
+    def spans(self) -> tuple[StageSpan, ...]:
+        """The calls so far, in order."""
+        calls = self._on_host
         if self._events:
             torch.cuda.synchronize()
-        for name, begin, end in self._events:
-            totals[name] = totals.get(name, 0.0) + begin.elapsed_time(end) / 1000
-        return StageSeconds(**totals)
+            first = self._events[0][1]
+            calls = [
+                (name, first.elapsed_time(begin) / 1000, begin.elapsed_time(end) / 1000)
+                for name, begin, end in self._events
+            ]
+        spans: list[StageSpan] = []
+        round_index = 0
+        for name, begin_s, seconds in calls:
+            spans.append(StageSpan(name, begin_s - calls[0][1], seconds, round_index))
+            # The prefill ends with a walk, every other round with its commit.
+            round_index += name == "commit" or (name == "walk" and round_index == 0)
+        return tuple(spans)
 
     def _wrap(self, name: str, stage: Callable[_P, _T]) -> Callable[_P, _T]:
         def on_host(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             begin = time.perf_counter()
             result = stage(*args, **kwargs)
-            elapsed = time.perf_counter() - begin
-            self._host_s[name] = self._host_s.get(name, 0.0) + elapsed
+            self._on_host.append((name, begin, time.perf_counter() - begin))
             return result
 
         def on_cuda(*args: _P.args, **kwargs: _P.kwargs) -> _T:

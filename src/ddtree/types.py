@@ -6,6 +6,7 @@ included), V vocabulary. Knows no model, no tokenizer and no clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -201,7 +202,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """Wall time per stage, in seconds, summed over a generation."""
+    """Wall time per stage, in seconds, summed over a round or a generation."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -215,6 +216,31 @@ class StageSeconds:
         """All stages together."""
         return self.prefill + self.draft + self.build + self.verify + self.walk + self.commit
 
+    @classmethod
+    def total_of(cls, spans: Iterable[StageSpan]) -> StageSeconds:
+        """The sum over calls of stages."""
+        totals: dict[str, float] = {}
+        for span in spans:
+            totals[span.stage] = totals.get(span.stage, 0.0) + span.seconds
+        return cls(**totals)
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """One call of a stage.
+
+    Args:
+        stage: a field of `StageSeconds`.
+        begin_s: when it began, in seconds since the first one did.
+        seconds: how long it took.
+        round_index: of the round that it belongs to: 0 is the prefill.
+    """
+
+    stage: str
+    begin_s: float
+    seconds: float
+    round_index: int
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -226,7 +252,7 @@ class Generation:
         finish_reason: "stop" (stop token or stop string) or "length".
         method: how it was drafted.
         rounds: the prefill and every round, in order.
-        seconds: time per stage.
+        spans: every call of a stage, in order.
         elapsed_s: wall time from the prompt's token ids to the last token.
     """
 
@@ -235,8 +261,21 @@ class Generation:
     finish_reason: FinishReason
     method: Method
     rounds: tuple[Round, ...]
-    seconds: StageSeconds
+    spans: tuple[StageSpan, ...]
     elapsed_s: float
+
+    @property
+    def seconds(self) -> StageSeconds:
+        """Time per stage, summed over the rounds."""
+        return StageSeconds.total_of(self.spans)
+
+    @property
+    def round_seconds(self) -> tuple[StageSeconds, ...]:
+        """Time per stage of each of `rounds`."""
+        parts: list[list[StageSpan]] = [[] for _ in self.rounds]
+        for span in self.spans:
+            parts[span.round_index].append(span)
+        return tuple(map(StageSeconds.total_of, parts))
 
     @property
     def num_tokens(self) -> int:

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool
 from numpy import ndarray
 
-from ddtree.types import HostMarginals
+from ddtree.overhear import Proposal
 
 NUM_RANKS = 16
 """K, the ranks per depth that are looked at."""
@@ -26,34 +25,6 @@ _BIN_EDGES = 1 / (1 + np.exp(-np.arange(-9.0, 10.0)))
 NUM_BINS = len(_BIN_EDGES) + 1
 
 Table = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What a drafter proposed behind one root.
-
-    Args:
-        root: the root's position in the text; depth k speaks of position root + k.
-        marginals: on the host.
-    """
-
-    root: int
-    marginals: HostMarginals
-
-    def said(self, token_ids: Sequence[int]) -> Bool[ndarray, "D K"]:
-        """Which of the proposed tokens are those of the text.
-
-        Args:
-            token_ids: the whole text, prompt included.
-
-        Returns:
-            [D, K], D the depths whose position lies inside the text.
-        """
-        first = self.root + 1
-        follow = token_ids[first : first + len(self.marginals.token_ids)]
-        truth = np.array(follow, np.int64)[:, None]
-        said: Bool[ndarray, "D K"] = self.marginals.token_ids[: len(follow)] == truth
-        return said
 
 
 @dataclass(frozen=True, kw_only=True)

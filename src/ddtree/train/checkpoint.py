@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from ddtree.errors import CacheWriteError, CheckpointError, first_line
+from ddtree.journal import changed_names
 from ddtree.train.fit import Fit
-from ddtree.train.journal import changed_names
 
 # Steps may be added while the learning rate is constant; processes change rounding at most.
 _MAY_CHANGE = frozenset({"num_steps", "num_workers"})

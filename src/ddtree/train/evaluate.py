@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from ddtree.config import MAX_BUDGET, DecodeConfig
-from ddtree.draft import Drafter, DraftSession
+from ddtree.draft import Drafter
 from ddtree.errors import OptionError
+from ddtree.overhear import OverheardDrafter, propose_along
 from ddtree.pair import Pair
 from ddtree.prompt import check_fits, encode
 from ddtree.train.accuracy import (
     NUM_RANKS,
     BinCounts,
     HitCounts,
-    Proposal,
     count_bins,
     count_hits,
 )
 from ddtree.train.prompts import read_prompts
-from ddtree.types import Generation, HostMarginals, Marginals, Method, StageSeconds
+from ddtree.types import Generation, Method, StageSeconds
 
 CHAIN = "chain"
 PLAIN: Method = "ar"
@@ -263,7 +261,13 @@ def _measure(
         tree = _generate(pair, prompt_ids, "ddtree", budget, config)
         arms.append(_arm(str(budget), tree, plain))
     text = [*prompt_ids, *chain.token_ids]
-    along = propose_along(drafter, torch.cat(overheard.features), text, len(prompt_ids))
+    along = propose_along(
+        drafter,
+        torch.cat(overheard.features),
+        text,
+        len(prompt_ids),
+        num_ranks=NUM_RANKS,
+    )
     return PromptResult(
         suite=prompt.suite,
         index=prompt.index,
@@ -303,84 +307,6 @@ def _arm(name: str, generation: Generation, reference: Generation) -> ArmResult:
         first_difference=None if ours == theirs else index,
         seconds=generation.seconds,
     )
-
-
-@dataclass
-class OverheardDrafter:
-    """A drafter that remembers what one generation gave it and got from it.
-
-    Args:
-        drafter: does the work.
-        features: what the session was extended by: [M, F] each, of all positions in order.
-        proposals: what was proposed, and behind which root.
-    """
-
-    drafter: Drafter
-    features: list[Tensor] = field(default_factory=list)
-    proposals: list[Proposal] = field(default_factory=list)
-
-    @property
-    def layer_ids(self) -> Sequence[int]:
-        """See `Drafter`."""
-        return self.drafter.layer_ids
-
-    @property
-    def num_depths(self) -> int:
-        """See `Drafter`."""
-        return self.drafter.num_depths
-
-    def start(self, capacity: int) -> DraftSession:
-        """See `Drafter`; for one request only."""
-        assert not self.features, "two requests would be mixed up"
-        return _OverheardSession(self, self.drafter.start(capacity))
-
-
-@dataclass
-class _OverheardSession:
-    overheard: OverheardDrafter
-    session: DraftSession
-    length: int = 0
-
-    def extend(self, features: Float[Tensor, "M F"]) -> None:
-        self.session.extend(features)
-        self.overheard.features.append(features)
-        self.length += features.shape[0]
-
-    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
-        marginals = self.session.propose(root_id, num_depths=num_depths, num_ranks=num_ranks)
-        # The root is not in the context yet: its position is the context's length.
-        self.overheard.proposals.append(Proposal(self.length, HostMarginals.of(marginals)))
-        return marginals
-
-
-@torch.inference_mode()
-def propose_along(
-    drafter: Drafter,
-    features: Float[Tensor, "S F"],
-    token_ids: Sequence[int],
-    num_prompt_tokens: int,
-) -> list[Proposal]:
-    """What the drafter proposes behind every token of the response but the last.
-
-    Args:
-        drafter: asked anew, with the true text as its context.
-        features: of all positions of the text but the last, at least.
-        token_ids: the text, prompt and response.
-        num_prompt_tokens: how many of them are the prompt.
-    """
-    session = drafter.start(len(token_ids))
-    session.extend(features[:num_prompt_tokens])
-    last = len(token_ids) - 1
-    proposals = []
-    for root in range(num_prompt_tokens, last):
-        marginals = session.propose(
-            token_ids[root],
-            num_depths=min(drafter.num_depths, last - root),
-            num_ranks=NUM_RANKS,
-        )
-        proposals.append(Proposal(root, HostMarginals.of(marginals)))
-        session.extend(features[root : root + 1])
-    return proposals
 
 
 def _as_tuples(value: Any) -> Any:

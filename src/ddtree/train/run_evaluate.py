@@ -16,8 +16,10 @@ from rich.table import Table
 
 from ddtree.draft import Drafter
 from ddtree.errors import OptionError
+from ddtree.journal import Journal, write_whole
 from ddtree.models.drafter import DFlashDrafter
 from ddtree.pair import Pair
+from ddtree.progress import stage_progress
 from ddtree.report import versions
 from ddtree.train import plots
 from ddtree.train.accuracy import CalibrationCurve
@@ -32,8 +34,6 @@ from ddtree.train.evaluate import (
     read_suites,
 )
 from ddtree.train.evaluation import Evaluation, as_json, summarise
-from ddtree.train.journal import Journal, write_whole
-from ddtree.train.progress import stage_progress
 
 _Rows = Sequence[Sequence[str]]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ddtree.errors import PromptError
+from ddtree.progress import token_bar
 from ddtree.train.features import (
     check_layers,
     check_same_responses,
@@ -17,7 +18,6 @@ from ddtree.train.features import (
     is_trainable,
     missing,
 )
-from ddtree.train.progress import token_bar
 from ddtree.train.responses import Response, read_responses
 from ddtree.train.samples import (
     MIN_RESPONSE_TOKENS,

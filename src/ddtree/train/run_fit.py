@@ -20,19 +20,19 @@ import torch
 from rich.console import Console
 
 from ddtree.errors import OptionError
+from ddtree.journal import whole_lines, write_whole, writing
 from ddtree.models.drafter import DFlashNetwork
 from ddtree.models.drafter_export import save_drafter
 from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
+from ddtree.progress import stage_progress
 from ddtree.provenance import origin
 from ddtree.train import plots
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
 from ddtree.train.fit import Fit, FrozenHead, StepResult, Validation, check_split
 from ddtree.train.fit_config import FitConfig
-from ddtree.train.journal import whole_lines, write_whole, writing
 from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
 from ddtree.train.peers import Peers
-from ddtree.train.progress import stage_progress
 from ddtree.train.samples import MIN_RESPONSE_TOKENS, SampleSet, claim_folder
 from ddtree.train.schedule import held_out
 from ddtree.train.target_source import TargetSource

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ddtree.journal import Journal
+from ddtree.progress import token_bar
 from ddtree.train.features import check_layers, is_trainable
-from ddtree.train.journal import Journal
-from ddtree.train.progress import token_bar
 from ddtree.train.prompts import TrainingPrompt, read_prompts
 from ddtree.train.respond import RespondConfig, respond
 from ddtree.train.responses import Response

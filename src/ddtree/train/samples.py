@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddtree.errors import CacheWriteError, CheckpointError, first_line
-from ddtree.train.journal import keep_card, unwritable
+from ddtree.journal import keep_card, unwritable
 
 NUM_FAVOURITES = 16
 """k, the ranks of the target's own distribution that are kept for every response token."""

@@ -24,16 +24,15 @@ from ddtree.errors import (
     PromptError,
 )
 from ddtree.models.target import Target, TargetOutput
+from ddtree.overhear import OverheardDrafter, Proposal, propose_along
 from ddtree.pair import Pair
 from ddtree.prompt import encode
-from ddtree.train.accuracy import Proposal, count_bins, count_hits
+from ddtree.train.accuracy import count_bins, count_hits
 from ddtree.train.evaluate import (
     EvaluateConfig,
-    OverheardDrafter,
     PromptResult,
     SuitePrompt,
     evaluate,
-    propose_along,
     read_suites,
 )
 from ddtree.train.evaluation import Evaluation, summarise
@@ -159,7 +158,10 @@ def test_what_is_proposed_along_the_text_is_what_the_rounds_proposed() -> None:
         cache = target().new_cache(len(text))
         once = target().prefill(torch.tensor(text[:-1]), cache, capture=drafter.layer_ids)
     torch.testing.assert_close(features, once.features, atol=1e-4, rtol=1e-3)
-    along = {p.root: p.marginals for p in propose_along(drafter, features, text, len(prompt_ids()))}
+    along = {
+        p.root: p.marginals
+        for p in propose_along(drafter, features, text, len(prompt_ids()), num_ranks=16)
+    }
     assert list(along) == list(range(len(prompt_ids()), len(text) - 1))
     assert len(heard.proposals) > 3
     for proposal in heard.proposals:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddtree.errors import CacheWriteError, CheckpointError
-from ddtree.train.journal import Journal, write_whole
+from ddtree.journal import Journal, write_whole
 from tests.support.disk import fill_disk
 
 DESCRIPTION = {"seed": 0, "budgets": (8, 16)}
