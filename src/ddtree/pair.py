@@ -151,15 +151,31 @@ class Pair:
         return self.run(prompt, config, raw=raw)
 
     def run(
-        self, prompt: Prompt, config: DecodeConfig, *, raw: bool = False
+        self,
+        prompt: Prompt,
+        config: DecodeConfig,
+        *,
+        raw: bool = False,
+        observe: Callable[[Stages], Stages] | None = None,
     ) -> Iterator[str | Generation]:
-        """`stream` with the options as one record."""
+        """`stream` with the options as one record.
+
+        Args:
+            prompt: see `generate`.
+            config: all options.
+            raw: see `generate`.
+            observe: wraps the stages, to hear what passes through them; their time then includes
+                the hearing.
+        """
         self._check(config)
         prompt_ids = encode(prompt, self.target, raw=raw)
         check_fits(len(prompt_ids), config.max_new_tokens, self.target)
-        return self._run(prompt_ids, config)
+        stages = stages_for(config.method)
+        return self._run(prompt_ids, config, stages if observe is None else observe(stages))
 
-    def _run(self, prompt_ids: list[int], config: DecodeConfig) -> Iterator[str | Generation]:
+    def _run(
+        self, prompt_ids: list[int], config: DecodeConfig, stages: Stages
+    ) -> Iterator[str | Generation]:
         tokenizer = self.target.tokenizer
         stream = TextStream(tokenizer, config.stop) if tokenizer is not None else None
         stop_token_ids = frozenset() if config.ignore_eos else self.target.eos_token_ids
@@ -171,7 +187,7 @@ class Pair:
             self.target,
             None if config.method == "ar" else self.drafter,
             prompt_ids,
-            stages=stopwatch.timed(stages_for(config.method)),
+            stages=stopwatch.timed(stages),
             rule=rule_for(config),
             stopping=TextStopping(config.max_new_tokens, stop_token_ids, stream),
             budget=budget,

@@ -60,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("decode",),
     ("prompt", "timing"),
     ("pair",),
+    ("bench", "bench.records"),
     ("comparison", "hf_generate"),
     ("report",),
     (

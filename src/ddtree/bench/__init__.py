@@ -1,0 +1,1 @@
+"""The harness: arms side by side on prompts, and what they show."""
