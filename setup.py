@@ -7,8 +7,11 @@ from setuptools import Extension, setup
 
 HEADERS = [str(path) for path in Path("native").glob("*.h")]
 C11 = ["/std:c11"] if sys.platform == "win32" else ["-std=c11", "-O3"]
-# Compiled for OpenMP but not linked to it, see native/_linear.c; Linux alone allows that.
+# Compiled for OpenMP but not linked to it, see native/_kernels.c; Linux alone allows that.
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
+
+TREES = ["_native.c", "ancestor_mask.c", "build_tree.c", "calibration.c"]
+KERNELS = ["_kernels.c", "attention.c", "elementwise.c", "linear.c"]
 
 
 def extension(name: str, sources: list[str], options: list[str]) -> Extension:
@@ -21,8 +24,8 @@ def extension(name: str, sources: list[str], options: list[str]) -> Extension:
 
 setup(
     ext_modules=[
-        extension("ddtree.tree._native", ["_native.c", "ancestor_mask.c", "build_tree.c"], C11),
-        extension("ddtree.models._linear", ["_linear.c", "linear.c"], [*C11, *OPENMP]),
+        extension("ddtree.tree._native", TREES, C11),
+        extension("ddtree.models._kernels", KERNELS, [*C11, *OPENMP]),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

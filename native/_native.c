@@ -10,6 +10,7 @@
 
 #include "ancestor_mask.h"
 #include "build_tree.h"
+#include "calibration.h"
 
 /* Borrows a C-contiguous array of native items; `codes` are the letters its format may be. */
 static int borrow(PyObject *array, const char *name, const char *codes, Py_ssize_t itemsize,
@@ -142,10 +143,129 @@ static PyObject *ancestor_mask(PyObject *module, PyObject *const *args, Py_ssize
     return result;
 }
 
+/* Borrows counts [L, 2 J + 2], bins [2, J] and log_probs [D, K] with D <= L; 0 if all is well. */
+static int borrow_calibration(PyObject *const *args, int counts_flags, Py_buffer views[3],
+                              ddtree_bins *bins, ddtree_said *said) {
+    static const char *const names[] = {"counts", "bins", "log_probs"};
+    static const char *const codes[] = {"d", "d", "f"};
+    static const Py_ssize_t sizes[] = {sizeof(double), sizeof(double), sizeof(float)};
+    int num_held = 0;
+    while (num_held < 3 &&
+           borrow(args[num_held], names[num_held], codes[num_held], sizes[num_held],
+                  num_held == 0 ? counts_flags : 0, &views[num_held]) == 0)
+        num_held++;
+    if (num_held == 3) {
+        const Py_ssize_t *counted = views[0].shape, *binned = views[1].shape;
+        const Py_ssize_t *shape = views[2].shape;
+        if (views[0].ndim == 2 && views[1].ndim == 2 && views[2].ndim == 2 && binned[0] == 2 &&
+            binned[1] >= 1 && binned[1] <= DDTREE_MAX_BINS && counted[1] == 2 * binned[1] + 2 &&
+            shape[0] <= counted[0]) {
+            const double *centres = views[1].buf;
+            *bins = (ddtree_bins){centres, centres + binned[1], binned[1]};
+            *said = (ddtree_said){views[2].buf, NULL, shape[0], shape[1]};
+            return 0;
+        }
+        PyErr_SetString(PyExc_ValueError,
+                        "expected counts [L, 2 J + 2], bins [2, J], log_probs [D <= L, K]");
+    }
+    while (num_held > 0) PyBuffer_Release(&views[--num_held]);
+    return -1;
+}
+
+/* The first `num_chosen` items of a tuple of ints; NULL with an exception if that fails. */
+static int64_t *tokens_of(PyObject *tuple, Py_ssize_t num_chosen) {
+    int64_t *tokens = malloc((size_t)(num_chosen + 1) * sizeof *tokens);
+    if (tokens == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < num_chosen; i++) {
+        PyObject *item = PyTuple_GetItem(tuple, i);
+        tokens[i] = item == NULL ? -1 : PyLong_AsLongLong(item);
+        if (tokens[i] != -1 || !PyErr_Occurred()) continue;
+        free(tokens);
+        return NULL;
+    }
+    return tokens;
+}
+
+PyDoc_STRVAR(count_doc,
+             "count(counts, bins, log_probs, token_ids, chosen, fade)\n--\n\n"
+             "Let counts [L, 2 J + 2] float64 fade and add the choices of one round.\n\n"
+             "Args: bins [2, J] float64, log_probs [D, K] float32, token_ids [D, K] int64, chosen a\n"
+             "tuple of ints, of which the first D at most are read; arrays are C-contiguous.");
+
+static PyObject *count(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (num_args != 6) {
+        PyErr_Format(PyExc_TypeError, "count takes 6 arguments, got %zd", num_args);
+        return NULL;
+    }
+    const double fade = PyFloat_AsDouble(args[5]);
+    if (fade == -1.0 && PyErr_Occurred()) return NULL;
+    Py_ssize_t num_chosen = PyTuple_Size(args[4]);
+    if (num_chosen < 0) return NULL;
+    Py_buffer views[3], token_ids;
+    ddtree_bins bins;
+    ddtree_said said;
+    if (borrow_calibration(args, PyBUF_WRITABLE, views, &bins, &said) < 0) return NULL;
+    if (num_chosen > said.num_depths) num_chosen = (Py_ssize_t)said.num_depths;
+    PyObject *result = NULL;
+    if (borrow(args[3], "token_ids", "lq", sizeof(int64_t), 0, &token_ids) == 0) {
+        int64_t *chosen = NULL;
+        if (token_ids.len != 2 * views[2].len)
+            PyErr_SetString(PyExc_ValueError, "token_ids: expected the shape of log_probs");
+        else chosen = tokens_of(args[4], num_chosen);
+        if (chosen != NULL) {
+            said.token_ids = token_ids.buf;
+            ddtree_count(views[0].buf, views[0].shape[0], &bins, &said, chosen, num_chosen, fade);
+            result = Py_NewRef(Py_None);
+        }
+        free(chosen);
+        PyBuffer_Release(&token_ids);
+    }
+    for (int i = 0; i < 3; i++) PyBuffer_Release(&views[i]);
+    return result;
+}
+
+PyDoc_STRVAR(worth_doc,
+             "worth(counts, bins, log_probs, out, prior_weight, prior_tokens)\n--\n\n"
+             "Fill out [D, K] float32 with what log_probs [D, K] float32 are worth.\n\n"
+             "Args: counts [L, 2 J + 2] and bins [2, J] float64; arrays are C-contiguous.");
+
+static PyObject *worth(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (num_args != 6) {
+        PyErr_Format(PyExc_TypeError, "worth takes 6 arguments, got %zd", num_args);
+        return NULL;
+    }
+    const double prior_weight = PyFloat_AsDouble(args[4]);
+    const double prior_tokens = PyFloat_AsDouble(args[5]);
+    if (PyErr_Occurred()) return NULL;
+    Py_buffer views[3], out;
+    ddtree_bins bins;
+    ddtree_said said;
+    if (borrow_calibration(args, 0, views, &bins, &said) < 0) return NULL;
+    PyObject *result = NULL;
+    if (borrow(args[3], "out", "f", sizeof(float), PyBUF_WRITABLE, &out) == 0) {
+        if (out.len == views[2].len) {
+            ddtree_worth(views[0].buf, &bins, &said, prior_weight, prior_tokens, out.buf);
+            result = Py_NewRef(Py_None);
+        } else {
+            PyErr_SetString(PyExc_ValueError, "out: expected the shape of log_probs");
+        }
+        PyBuffer_Release(&out);
+    }
+    for (int i = 0; i < 3; i++) PyBuffer_Release(&views[i]);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"build_tree", (PyCFunction)(void (*)(void))build_tree, METH_FASTCALL, build_tree_doc},
     {"ancestor_mask", (PyCFunction)(void (*)(void))ancestor_mask, METH_FASTCALL,
      ancestor_mask_doc},
+    {"count", (PyCFunction)(void (*)(void))count, METH_FASTCALL, count_doc},
+    {"worth", (PyCFunction)(void (*)(void))worth, METH_FASTCALL, worth_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,17 +1,22 @@
-"""SDPA over grouped key-value heads without repeating them, for masked rows too.
+"""Attention over grouped key-value heads without repeating them, for masked rows too.
 
 transformers repeats keys and values for every query head as soon as there is a mask: a copy of the
-whole context per layer and round, three times its size in the embedded default.
+whole context per layer and round, three times its size in the embedded default. In float32 on a CPU
+our own kernel works, in which a row of a tree rounds as the same row of plain decoding.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ddtree.attention.masks import additive
+from ddtree.models import kernels
 
 
 def attend(
@@ -22,12 +27,24 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    open_context: bool = False,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "R N Hq e"], None]:
     """An attention function as transformers calls it; `scaling` multiplies the scores.
 
     Without a mask, or off the CPU (where torch would leave its fast kernels), it is the library's.
+
+    Args:
+        open_context: said by `Target.verify` where every row sees the whole context, so that only
+            the last N columns of the mask can hide anything.
     """
+    mask = attention_mask
+    if mask is not None and mask.dtype == torch.bool and mask.shape[:3] == (1, 1, 1):
+        mask = additive(mask[0, 0], query.dtype)  # a plain step under a sliding window
+    if dropout == 0.0 and kernels.can_attend(query, key, value, mask):
+        num_open = key.shape[2] - query.shape[2] if open_context else 0
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        return kernels.attention(query, key, value, mask, num_open=num_open, scale=scale), None
     if attention_mask is None or query.device.type != "cpu":
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

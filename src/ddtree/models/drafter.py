@@ -23,8 +23,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from ddtree.cache.store import KVStore
 from ddtree.models.drafter_config import DrafterConfig
+from ddtree.models.fused import fuse_layers
 from ddtree.models.packed import pack_linears
 from ddtree.models.target import Target
+from ddtree.sampling.coupling import Perturb
 from ddtree.types import Marginals
 
 _Rotation = tuple[Tensor, Tensor]
@@ -245,7 +247,7 @@ class DFlashDrafter:
 
     def pack(self) -> None:
         """Lay its weights out for speed, see `models.packed`; it can then only run."""
-        pack_linears(self.network)
+        fuse_layers(pack_linears(self.network))
         if isinstance(self._head, nn.Module):
             self._head = pack_linears(self._head)
 
@@ -292,13 +294,16 @@ class DFlashSession:
             self._drafter.network.extend(torch.cat(self._waiting), self._stores)
             self._waiting.clear()
 
-    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
+    def propose(
+        self, root_id: int, *, num_depths: int, num_ranks: int, perturb: Perturb | None = None
+    ) -> Marginals:
         """Draft the positions that follow the root.
 
         Args:
             root_id: the last decided token, at position `length`.
             num_depths: positions wanted, 1 <= num_depths <= L.
             num_ranks: K, capped at the draft vocabulary.
+            perturb: changes the logits before they are ranked, see `sampling.coupling`.
         """
         self._take_in()
         drafter, config = self._drafter, self._drafter.config
@@ -307,6 +312,8 @@ class DFlashSession:
         block = drafter.target.embed(ids) * config.input_embedding_scale
         hidden = drafter.network(block, self._stores)
         logits = drafter.logits(hidden[1 : num_depths + 1])
+        if perturb is not None:
+            logits = perturb(logits, drafter.draft_token_ids)
         return top_marginals(logits, num_ranks, drafter.draft_token_ids)
 
 

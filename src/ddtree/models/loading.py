@@ -36,6 +36,7 @@ from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
 from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
 from ddtree.models.drafter_weights import check_tensors, read_tensors
 from ddtree.models.folder import CONFIG_PATTERNS, read_config, resolve_folder
+from ddtree.models.fused import fuse_layers
 from ddtree.models.packed import pack_linears
 from ddtree.models.target import (
     SUPPORTED_MODEL_TYPES,
@@ -98,7 +99,7 @@ def load_target(
     config = _read_model_config(folder, name)
     model = _read_model(folder, name, pick_dtype(dtype, where, config.dtype)).to(where)
     if packed:
-        pack_linears(model)
+        fuse_layers(pack_linears(model))
     return Target(model, tokenizer or _read_tokenizer(folder), name=name)
 
 

@@ -16,15 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-try:
-    from ddtree.models import _linear
-except ImportError:  # not built, or no OpenMP of torch to share
-    _SUPPORTED = False
-else:
-    _SUPPORTED = _linear.supported()
+from ddtree.models import kernels
 
-# Columns of one panel of our layout, as in native/linear.h.
-_PANEL = 16
 # The row count that oneDNN's layout is made for; it serves all others too.
 _ROWS_HINT = 17
 
@@ -61,10 +54,10 @@ class PanelLinear(PackedLinear):
 
     def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None) -> None:
         super().__init__(weight, bias)
-        missing = -self.out_features % _PANEL
+        missing = -self.out_features % kernels.PANEL
         padded = functional.pad(weight.detach(), (0, 0, 0, missing))
         # torch aligns what it allocates to 64 bytes, as the kernel wants it.
-        self._panels = padded.view(-1, _PANEL, self.in_features).transpose(1, 2).contiguous()
+        self._panels = padded.view(-1, kernels.PANEL, self.in_features).transpose(1, 2).contiguous()
         self._bias = None if bias is None else functional.pad(bias.detach(), (0, missing))
 
     @property
@@ -74,19 +67,7 @@ class PanelLinear(PackedLinear):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """As `torch.nn.Linear`, for float32 on the CPU."""
-        x = x.contiguous()
-        out = x.new_empty((*x.shape[:-1], self.out_features))
-        _linear.linear(
-            x.data_ptr(),
-            self._panels.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            x.numel() // self.in_features,
-            self.out_features,
-            self.in_features,
-            torch.get_num_threads(),
-        )
-        return out
+        return kernels.linear(x, self._panels, self._bias, self.out_features)
 
 
 class OnednnLinear(PackedLinear):
@@ -116,7 +97,11 @@ class OnednnLinear(PackedLinear):
 @functools.cache
 def best_layout() -> type[PackedLinear] | None:
     """The layout for this machine; None where none of them works."""
-    if _SUPPORTED and torch.backends.cpu.get_cpu_capability() != "AVX512" and _works(PanelLinear):
+    if (
+        kernels.AVAILABLE
+        and torch.backends.cpu.get_cpu_capability() != "AVX512"
+        and _works(PanelLinear)
+    ):
         return PanelLinear
     return OnednnLinear if _works(OnednnLinear) else None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddtree.models import packed
+from ddtree.models import kernels, packed
 from ddtree.models.loading import load_target
 from ddtree.models.packed import (
     OnednnLinear,
@@ -20,7 +20,7 @@ LAYOUTS = [PanelLinear, OnednnLinear]
 
 def test_this_machine_has_both_layouts() -> None:
     """Where we test, gcc, AVX2 and a torch with oneDNN are there: nothing below is skipped."""
-    assert packed._SUPPORTED
+    assert kernels.AVAILABLE
     assert all(packed._works(layout) for layout in LAYOUTS)
     assert best_layout() in LAYOUTS
 

@@ -1,0 +1,96 @@
+/* ddtree.models._kernels: takes addresses from `ddtree.models.kernels`, which has checked them.
+ *
+ * Not linked to an OpenMP library: the symbols are those of the one that torch has loaded, so both
+ * share one pool of threads. Where they are missing the import fails, and torch does the work.
+ */
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+typedef unsigned long long address;
+
+static const float *floats(address at) { return (const float *)(size_t)at; }
+
+static PyObject *supported(PyObject *self, PyObject *unused) {
+    (void)self, (void)unused;
+    return PyBool_FromLong(ddtree_linear_supported());
+}
+
+static PyObject *linear(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, packed, bias, y;
+    Py_ssize_t M, N, K;
+    int num_threads;
+    if (!PyArg_ParseTuple(args, "KKKKnnni", &x, &packed, &bias, &y, &M, &N, &K, &num_threads))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    ddtree_linear(floats(x), floats(packed), floats(bias), (float *)(size_t)y, M, N, K,
+                  num_threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *attention(PyObject *self, PyObject *args) {
+    (void)self;
+    address query, keys, values, mask, out;
+    ddtree_attention_args a;
+    int num_threads;
+    if (!PyArg_ParseTuple(args, "(Knn)(Knn)(Knn)(Kn)K(nnn)(nnn)fi", &query, &a.query_head,
+                          &a.query_row, &keys, &a.key_head, &a.key_row, &values, &a.value_head,
+                          &a.value_row, &mask, &a.mask_row, &out, &a.num_rows, &a.num_keys,
+                          &a.num_open, &a.num_heads, &a.num_kv_heads, &a.width, &a.scale,
+                          &num_threads))
+        return NULL;
+    a.query = floats(query), a.keys = floats(keys), a.values = floats(values);
+    a.mask = floats(mask), a.out = (float *)(size_t)out;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = ddtree_attention(&a, num_threads);
+    Py_END_ALLOW_THREADS
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *rms_norm(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, weight, y;
+    Py_ssize_t M, D;
+    float eps;
+    if (!PyArg_ParseTuple(args, "KKKnnf", &x, &weight, &y, &M, &D, &eps)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    ddtree_rms_norm(floats(x), floats(weight), (float *)(size_t)y, M, D, eps);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *swiglu(PyObject *self, PyObject *args) {
+    (void)self;
+    address gate, up, y;
+    Py_ssize_t count;
+    int num_threads;
+    if (!PyArg_ParseTuple(args, "KKKni", &gate, &up, &y, &count, &num_threads)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    ddtree_swiglu(floats(gate), floats(up), (float *)(size_t)y, count, num_threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"supported", supported, METH_NOARGS, "Whether this processor can run the others."},
+    {"linear", linear, METH_VARARGS, "x, packed, bias or 0, y as addresses; M, N, K, threads."},
+    {"attention", attention, METH_VARARGS,
+     "query, keys, values as (address, head, row), (mask or 0, row), out; rows, keys, open; heads, "
+     "key-value heads, width; scale, threads. Strides in floats."},
+    {"rms_norm", rms_norm, METH_VARARGS, "x, weight, y as addresses; M, D, eps."},
+    {"swiglu", swiglu, METH_VARARGS, "gate, up, y as addresses; elements, threads."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "ddtree.models._kernels", NULL, 0, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

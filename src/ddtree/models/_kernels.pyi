@@ -1,0 +1,20 @@
+# The binding in native/_kernels.c; ddtree.models.kernels is its only user.
+
+def supported() -> bool: ...
+def linear(
+    x: int, packed: int, bias: int, y: int, m: int, n: int, k: int, num_threads: int, /
+) -> None: ...
+def attention(
+    query: tuple[int, int, int],
+    keys: tuple[int, int, int],
+    values: tuple[int, int, int],
+    mask: tuple[int, int],
+    out: int,
+    rows_keys_open: tuple[int, int, int],
+    heads_kv_heads_width: tuple[int, int, int],
+    scale: float,
+    num_threads: int,
+    /,
+) -> None: ...
+def rms_norm(x: int, weight: int, y: int, m: int, d: int, eps: float, /) -> None: ...
+def swiglu(gate: int, up: int, y: int, count: int, num_threads: int, /) -> None: ...

@@ -1,6 +1,0 @@
-# The binding in native/_linear.c; ddtree.models.packed is its only user.
-
-def supported() -> bool: ...
-def linear(
-    x: int, packed: int, bias: int, y: int, m: int, n: int, k: int, num_threads: int, /
-) -> None: ...

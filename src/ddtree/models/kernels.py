@@ -1,0 +1,129 @@
+"""The compiled kernels of native/, on tensors: float32 on a CPU with AVX2, for a few rows.
+
+Each row's result is the same bit for bit whatever rows are beside it. So a model that runs on these
+alone computes for a row of a tree exactly what plain decoding computes at that place.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+try:
+    from ddtree.models import _kernels as compiled
+except ImportError:  # not built, or no OpenMP of torch to share
+    AVAILABLE = False
+else:
+    AVAILABLE = compiled.supported()
+
+PANEL = 16
+"""Outputs that lie side by side in a packed weight, as in native/linear.h."""
+
+# Vectors of this many floats, as in native/attention.h.
+_LANES = 8
+
+
+def runs_here(*tensors: Tensor) -> bool:
+    """Whether these tensors are such that the kernels can work on them."""
+    return AVAILABLE and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+
+
+def linear(
+    x: Float[Tensor, "*rows in"],
+    panels: Float[Tensor, "panels width 16"],
+    bias: Float[Tensor, " padded"] | None,
+    out_features: int,
+) -> Float[Tensor, "*rows out"]:
+    """x W^T + b.
+
+    Args:
+        x: rows.
+        panels: the weight, [outputs / 16, in, 16], padded with zeros.
+        bias: padded to whole panels, or None.
+        out_features: outputs without the padding.
+    """
+    x = x.contiguous()
+    in_features = panels.shape[1]
+    out = x.new_empty((*x.shape[:-1], out_features))
+    compiled.linear(
+        x.data_ptr(),
+        panels.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.numel() // in_features,
+        out_features,
+        in_features,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attention` takes these: one request, and a mask of floats or a single row."""
+    if not runs_here(query, key, value):
+        return False
+    rows, width = query.shape[2], query.shape[3]
+    masked = rows == 1 if mask is None else runs_here(mask) and mask.shape[:2] == (1, 1)
+    dense = all(t.stride(3) == 1 for t in (query, key, value))
+    fits = query.shape[0] == 1 and value.shape[3] == width and width % _LANES == 0
+    return masked and dense and fits
+
+
+def attention(
+    query: Float[Tensor, "1 Hq N d"],
+    key: Float[Tensor, "1 Hkv S d"],
+    value: Float[Tensor, "1 Hkv S d"],
+    mask: Float[Tensor, "1 1 N S"] | None,
+    *,
+    num_open: int,
+    scale: float,
+) -> Float[Tensor, "1 N Hq d"]:
+    """Softmax attention of grouped heads; see `can_attend`.
+
+    Args:
+        query: of each row.
+        key: of each entry.
+        value: of each entry.
+        mask: added to the scores; an entry below -1e30 is hidden.
+        num_open: the first entries, whose mask is 0 in every row and is not looked at.
+        scale: multiplies the scores.
+    """
+    _, num_heads, num_rows, width = query.shape
+    num_kv_heads, num_keys = key.shape[1:3]
+    out = query.new_empty((1, num_rows, num_heads, width))
+    compiled.attention(
+        (query.data_ptr(), query.stride(1), query.stride(2)),
+        (key.data_ptr(), key.stride(1), key.stride(2)),
+        (value.data_ptr(), value.stride(1), value.stride(2)),
+        (0, 0) if mask is None else (mask.data_ptr(), mask.stride(2)),
+        out.data_ptr(),
+        (num_rows, num_keys, num_open),
+        (num_heads, num_kv_heads, width),
+        scale,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def rms_norm(
+    x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: float
+) -> Float[Tensor, "*rows d"]:
+    """weight * x / sqrt(mean(x^2) + eps)."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    compiled.rms_norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps
+    )
+    return out
+
+
+def swiglu(gate: Float[Tensor, "*rows d"], up: Float[Tensor, "*rows d"]) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    compiled.swiglu(
+        gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), torch.get_num_threads()
+    )
+    return out
