@@ -38,11 +38,12 @@ static PyObject *attention(PyObject *self, PyObject *args) {
     address query, keys, values, mask, out;
     ddtree_attention_args a;
     int num_threads;
-    if (!PyArg_ParseTuple(args, "(Knn)(Knn)(Knn)(Kn)K(nnn)(nnn)fi", &query, &a.query_head,
-                          &a.query_row, &keys, &a.key_head, &a.key_row, &values, &a.value_head,
-                          &a.value_row, &mask, &a.mask_row, &out, &a.num_rows, &a.num_keys,
-                          &a.num_open, &a.num_heads, &a.num_kv_heads, &a.width, &a.scale,
-                          &num_threads))
+    if (!PyArg_ParseTuple(args, "(Knnn)(Knnn)(Knnn)(Knn)K(nnnn)(nnn)fi", &query,
+                          &a.query_request, &a.query_head, &a.query_row, &keys, &a.key_request,
+                          &a.key_head, &a.key_row, &values, &a.value_request, &a.value_head,
+                          &a.value_row, &mask, &a.mask_request, &a.mask_row, &out,
+                          &a.num_requests, &a.num_rows, &a.num_keys, &a.num_open, &a.num_heads,
+                          &a.num_kv_heads, &a.width, &a.scale, &num_threads))
         return NULL;
     a.query = floats(query), a.keys = floats(keys), a.values = floats(values);
     a.mask = floats(mask), a.out = (float *)(size_t)out;
@@ -82,8 +83,9 @@ static PyMethodDef methods[] = {
     {"supported", supported, METH_NOARGS, "Whether this processor can run the others."},
     {"linear", linear, METH_VARARGS, "x, packed, bias or 0, y as addresses; M, N, K, threads."},
     {"attention", attention, METH_VARARGS,
-     "query, keys, values as (address, head, row), (mask or 0, row), out; rows, keys, open; heads, "
-     "key-value heads, width; scale, threads. Strides in floats."},
+     "query, keys, values as (address, request, head, row), mask as (address or 0, request, row), "
+     "out; requests, rows, keys, open; heads, key-value heads, width; scale, threads. Strides in "
+     "floats."},
     {"rms_norm", rms_norm, METH_VARARGS, "x, weight, y as addresses; M, D, eps."},
     {"swiglu", swiglu, METH_VARARGS, "gate, up, y as addresses; elements, threads."},
     {NULL, NULL, 0, NULL},

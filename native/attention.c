@@ -11,7 +11,7 @@
 #define LANES 8
 #define BLOCK 64     /* keys whose vectors stay in the first-level cache for all queries of a task */
 #define TASK_ROWS 4  /* rows of a task */
-#define MAX_WIDTH 512
+#define MAX_GROUP 64 /* query heads that share keys */
 /* Below so many multiply-adds waking the threads costs more than they save. */
 #define SMALL 65536
 
@@ -137,7 +137,7 @@ DDTREE_TARGET static void run_task(const ddtree_attention_args *a, ptrdiff_t fir
         EACH_QUERY if (first < num_seen(&seen[r])) score_block(
             a, a->query + (first_head + h) * a->query_head + (first_row + r) * a->query_row, keys,
             &seen[r], first, END, SCORES);
-    float inverse[TASK_ROWS * 64];
+    float inverse[TASK_ROWS * MAX_GROUP];
     EACH_QUERY {
         const ptrdiff_t count = num_seen(&seen[r]);
         if (a->mask != NULL)
@@ -156,13 +156,27 @@ DDTREE_TARGET static void run_task(const ddtree_attention_args *a, ptrdiff_t fir
 #undef END
 }
 
+/* The arguments of one request. */
+static ddtree_attention_args one_request(const ddtree_attention_args *all, ptrdiff_t request) {
+    ddtree_attention_args a = *all;
+    a.query += request * a.query_request;
+    a.keys += request * a.key_request;
+    a.values += request * a.value_request;
+    if (a.mask != NULL) a.mask += request * a.mask_request;
+    a.out += request * a.num_rows * a.num_heads * a.width;
+    return a;
+}
+
 int ddtree_attention(const ddtree_attention_args *a, int num_threads) {
     const ptrdiff_t group = a->num_heads / a->num_kv_heads;
-    /* A task is a group of heads that share keys; where rows are few, a single head. */
-    const ptrdiff_t heads = a->num_rows >= TASK_ROWS && group <= 64 ? group : 1;
     const ptrdiff_t row_tasks = (a->num_rows + TASK_ROWS - 1) / TASK_ROWS;
-    const ptrdiff_t num_tasks = row_tasks * (a->num_heads / heads);
-    const int wake = a->num_rows * a->num_heads * a->num_keys * a->width > SMALL;
+    /* A task is a group of heads that share keys; where such tasks are few, a single head. */
+    const ptrdiff_t groups = a->num_requests * row_tasks * a->num_kv_heads;
+    const ptrdiff_t heads = groups >= 4 * num_threads && group <= MAX_GROUP ? group : 1;
+    const ptrdiff_t head_tasks = a->num_heads / heads;
+    const ptrdiff_t num_tasks = a->num_requests * row_tasks * head_tasks;
+    const ptrdiff_t rows = a->num_requests * a->num_rows;
+    const int wake = rows * a->num_heads * a->num_keys * a->width > SMALL;
     int failed = 0;
 #pragma omp parallel num_threads(num_threads) if (wake) reduction(| : failed)
     {
@@ -174,9 +188,11 @@ int ddtree_attention(const ddtree_attention_args *a, int num_threads) {
         } else {
             const ptrdiff_t end = num_tasks * (thread + 1) / threads;
             for (ptrdiff_t task = num_tasks * thread / threads; task < end; task++) {
-                const ptrdiff_t head = task / row_tasks * heads, row = task % row_tasks * TASK_ROWS;
-                const ptrdiff_t end_row = row + TASK_ROWS < a->num_rows ? row + TASK_ROWS : a->num_rows;
-                run_task(a, head, head + heads, row, end_row, scores, more);
+                const ptrdiff_t row = task % row_tasks * TASK_ROWS, last = a->num_rows;
+                const ptrdiff_t head = task / row_tasks % head_tasks * heads;
+                const ddtree_attention_args one = one_request(a, task / row_tasks / head_tasks);
+                run_task(&one, head, head + heads, row,
+                         row + TASK_ROWS < last ? row + TASK_ROWS : last, scores, more);
             }
         }
         free(scores);

@@ -1,4 +1,5 @@
-/* Attention of a few rows over cached keys and values, in float32. Knows no Python.
+/* Attention of a few rows of each request over its cached keys and values, in float32. Knows no
+ * Python.
  *
  * Each row's result depends on the keys it sees, in their order, and on nothing else: not on the
  * rows beside it, nor on hidden keys between them. So a row of a tree, which sees the context, its
@@ -10,16 +11,17 @@
 #include <stddef.h>
 
 typedef struct {
-    const float *query; /* [heads, N, width], strides in floats; a vector is contiguous */
-    ptrdiff_t query_head, query_row;
-    const float *keys; /* [kv_heads, S, width] */
-    ptrdiff_t key_head, key_row;
-    const float *values; /* [kv_heads, S, width] */
-    ptrdiff_t value_head, value_row;
-    const float *mask; /* [N, S], added to the scores; NULL shows all */
-    ptrdiff_t mask_row;
-    float *out; /* [N, heads, width] contiguous */
-    ptrdiff_t num_rows, num_keys, num_open; /* N, S; the first keys that every row sees unmasked */
+    const float *query; /* [R, heads, N, width], strides in floats; a vector is contiguous */
+    ptrdiff_t query_request, query_head, query_row;
+    const float *keys; /* [R, kv_heads, S, width] */
+    ptrdiff_t key_request, key_head, key_row;
+    const float *values; /* [R, kv_heads, S, width] */
+    ptrdiff_t value_request, value_head, value_row;
+    const float *mask; /* [R, N, S], added to the scores; NULL shows all */
+    ptrdiff_t mask_request, mask_row;
+    float *out; /* [R, N, heads, width] contiguous */
+    ptrdiff_t num_requests, num_rows, num_keys; /* R, N, S */
+    ptrdiff_t num_open; /* the first keys, which every row sees unmasked */
     ptrdiff_t num_heads, num_kv_heads, width; /* width: a multiple of 8 */
     float scale;
 } ddtree_attention_args;

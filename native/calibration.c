@@ -29,6 +29,10 @@ void ddtree_count(double *counts, int64_t num_counted, const ddtree_bins *bins,
 
 static double log_odds(double log_prob) { return log_prob - log(-expm1(log_prob)); }
 
+/* The same of log-probs between the outermost centres, and back, as well as float32 can tell. */
+static float log_odds_of(float log_prob) { return log_prob - logf(1.0f - expf(log_prob)); }
+static float log_prob_of(float log_odds) { return -logf(1.0f + expf(-log_odds)); }
+
 /* What each bin of a depth is worth, rising, as log-probs: pool adjacent violators. */
 static void rates_of(const double *counts, const ddtree_bins *bins, double prior_weight,
                      double prior_tokens, double *rates) {
@@ -67,20 +71,21 @@ void ddtree_worth(const double *counts, const ddtree_bins *bins, const ddtree_sa
         for (int64_t bin = 0; bin < num_bins; bin++) odds[bin] = log_odds(rates[bin]);
         float lowest = 0.0f;
         for (int64_t rank = 0; rank < said->num_ranks; rank++, log_prob++, worth++) {
-            const double x = *log_prob;
+            const float x = *log_prob;
             int64_t right = 0;
             while (right < num_bins && centres[right] < x) right++;
-            double value;
+            float value;
             if (right == 0 || right == num_bins) {
-                value = x + (right == 0 ? rates[0] - centres[0] : rates[last] - centres[last]);
+                const int64_t nearest = right == 0 ? 0 : last;
+                value = (float)(x + (rates[nearest] - centres[nearest]));
             } else {
-                const double left_odds = centre_odds[right - 1];
-                const double along = (log_odds(x) - left_odds) / (centre_odds[right] - left_odds);
+                const double left = centre_odds[right - 1];
+                const double along = (log_odds_of(x) - left) / (centre_odds[right] - left);
                 const double found = odds[right - 1] + along * (odds[right] - odds[right - 1]);
-                value = -log1p(exp(-found));
+                value = log_prob_of((float)found);
             }
             /* Not fminf: a NaN must reach the builder, which refuses it. */
-            if (!((float)value >= lowest)) lowest = (float)value;
+            if (!(value >= lowest)) lowest = value;
             *worth = lowest;
         }
     }

@@ -5,12 +5,12 @@ def linear(
     x: int, packed: int, bias: int, y: int, m: int, n: int, k: int, num_threads: int, /
 ) -> None: ...
 def attention(
-    query: tuple[int, int, int],
-    keys: tuple[int, int, int],
-    values: tuple[int, int, int],
-    mask: tuple[int, int],
+    query: tuple[int, int, int, int],
+    keys: tuple[int, int, int, int],
+    values: tuple[int, int, int, int],
+    mask: tuple[int, int, int],
     out: int,
-    rows_keys_open: tuple[int, int, int],
+    requests_rows_keys_open: tuple[int, int, int, int],
     heads_kv_heads_width: tuple[int, int, int],
     scale: float,
     num_threads: int,

@@ -60,25 +60,28 @@ def linear(
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attention` takes these: one request, and a mask of floats or a single row."""
+    """Whether `attention` takes these: single rows, or a mask of floats for all heads alike."""
     if not runs_here(query, key, value):
         return False
-    rows, width = query.shape[2], query.shape[3]
-    masked = rows == 1 if mask is None else runs_here(mask) and mask.shape[:2] == (1, 1)
+    requests, _, rows, width = query.shape
+    if mask is None:
+        masked = rows == 1
+    else:
+        whole = mask.shape == (requests, 1, rows, key.shape[2]) and mask.stride(3) == 1
+        masked = whole and runs_here(mask)
     dense = all(t.stride(3) == 1 for t in (query, key, value))
-    fits = query.shape[0] == 1 and value.shape[3] == width and width % _LANES == 0
-    return masked and dense and fits
+    return masked and dense and value.shape[3] == width and width % _LANES == 0
 
 
 def attention(
-    query: Float[Tensor, "1 Hq N d"],
-    key: Float[Tensor, "1 Hkv S d"],
-    value: Float[Tensor, "1 Hkv S d"],
-    mask: Float[Tensor, "1 1 N S"] | None,
+    query: Float[Tensor, "R Hq N d"],
+    key: Float[Tensor, "R Hkv S d"],
+    value: Float[Tensor, "R Hkv S d"],
+    mask: Float[Tensor, "R 1 N S"] | None,
     *,
     num_open: int,
     scale: float,
-) -> Float[Tensor, "1 N Hq d"]:
+) -> Float[Tensor, "R N Hq d"]:
     """Softmax attention of grouped heads; see `can_attend`.
 
     Args:
@@ -89,16 +92,16 @@ def attention(
         num_open: the first entries, whose mask is 0 in every row and is not looked at.
         scale: multiplies the scores.
     """
-    _, num_heads, num_rows, width = query.shape
+    num_requests, num_heads, num_rows, width = query.shape
     num_kv_heads, num_keys = key.shape[1:3]
-    out = query.new_empty((1, num_rows, num_heads, width))
+    out = query.new_empty((num_requests, num_rows, num_heads, width))
     compiled.attention(
-        (query.data_ptr(), query.stride(1), query.stride(2)),
-        (key.data_ptr(), key.stride(1), key.stride(2)),
-        (value.data_ptr(), value.stride(1), value.stride(2)),
-        (0, 0) if mask is None else (mask.data_ptr(), mask.stride(2)),
+        (query.data_ptr(), *query.stride()[:3]),
+        (key.data_ptr(), *key.stride()[:3]),
+        (value.data_ptr(), *value.stride()[:3]),
+        (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2)),
         out.data_ptr(),
-        (num_rows, num_keys, num_open),
+        (num_requests, num_rows, num_keys, num_open),
         (num_heads, num_kv_heads, width),
         scale,
         torch.get_num_threads(),

@@ -75,6 +75,21 @@ def test_a_row_that_sees_nothing_is_zero_and_not_nan() -> None:
     assert (got[0, 1] != 0).all()
 
 
+def test_requests_side_by_side_are_each_as_if_alone() -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([1, 30, 7, 30, 65])
+    query = torch.randn(5, 1, 6, 16).transpose(1, 2)
+    key, value = torch.randn(2, 5, 2, 80, 16)[:, :, :, :66].unbind()
+    mask = additive(torch.arange(66)[None] < lengths[:, None], torch.float32).permute(2, 0, 1, 3)
+    together = kernels.attention(query, key, value, mask, num_open=0, scale=0.25)
+    for r, length in enumerate(lengths.tolist()):
+        parts = (query[r : r + 1], key[r : r + 1, :, :length], value[r : r + 1, :, :length])
+        alone = kernels.attention(*parts, None, num_open=0, scale=0.25)
+        assert torch.equal(together[r], alone[0])
+    want = functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    torch.testing.assert_close(together.transpose(1, 2), want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("context", [7, 64, 130])
 def test_a_row_of_a_tree_is_bit_for_bit_the_row_of_plain_decoding(
@@ -104,7 +119,18 @@ def test_a_row_of_a_tree_is_bit_for_bit_the_row_of_plain_decoding(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("change", ["half", "width", "batch", "strided", "unmasked rows", "shared"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "half",
+        "width",
+        "masks of heads",
+        "one mask for all rows",
+        "strided",
+        "unmasked rows",
+        "shared",
+    ],
+)
 def test_what_the_kernel_cannot_do_is_left_to_torch(change: str) -> None:
     width = 12 if change == "width" else 16
     query, key, value = inputs(2, 6, 4, 2, width)
@@ -112,8 +138,10 @@ def test_what_the_kernel_cannot_do_is_left_to_torch(change: str) -> None:
     assert change == "width" or kernels.can_attend(query, key, value, mask)
     if change == "half":
         query, key, value = query.half(), key.half(), value.half()
-    elif change == "batch":
-        query = query.expand(3, -1, -1, -1)
+    elif change == "masks of heads":
+        mask = torch.zeros(1, 4, 2, 6)
+    elif change == "one mask for all rows":
+        mask = torch.zeros(1, 1, 1, 6)
     elif change == "strided":
         key = key.transpose(2, 3).contiguous().transpose(2, 3)
     elif change == "unmasked rows":
