@@ -203,8 +203,11 @@ static PyObject *count(PyObject *module, PyObject *const *args, Py_ssize_t num_a
     }
     const double fade = PyFloat_AsDouble(args[5]);
     if (fade == -1.0 && PyErr_Occurred()) return NULL;
+    if (!PyTuple_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "chosen: expected a tuple");
+        return NULL;
+    }
     Py_ssize_t num_chosen = PyTuple_Size(args[4]);
-    if (num_chosen < 0) return NULL;
     Py_buffer views[3], token_ids;
     ddtree_bins bins;
     ddtree_said said;

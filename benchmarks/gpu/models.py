@@ -28,6 +28,7 @@ from ddtree.models import target as target_module
 from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
 from ddtree.models.drafter_config import parse_drafter_config
 from ddtree.models.target import Target
+from ddtree.sampling.coupling import Perturb
 from ddtree.tree import host
 from ddtree.tree.geometry import ancestor_mask
 from ddtree.types import DraftTree, Marginals
@@ -206,8 +207,13 @@ class ScriptedSession:
         """Count the committed positions."""
         self.length += features.shape[0]
 
-    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
-        """Ranks are worth half of the one before; beyond the script everything is token 0."""
+    def propose(
+        self, root_id: int, *, num_depths: int, num_ranks: int, perturb: Perturb | None = None
+    ) -> Marginals:
+        """Ranks are worth half of the one before; beyond the script everything is token 0.
+
+        `perturb` changes nothing: the script knows the text, and with it what the noise picks.
+        """
         script, vocab_size = self.drafter.script, self.drafter.vocab_size
         places = self.length + 1 + torch.arange(num_depths, device=script.device)
         known = script[places.clamp(max=script.shape[0] - 1)]

@@ -8,12 +8,15 @@ rounds, where the best ratio of each single round would not.
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
-import numpy as np
+import torch
 
 from ddtree.costs import CostProfile
 from ddtree.sampling.calibration import Calibration
@@ -23,12 +26,13 @@ Builder = Callable[[Marginals, int, int], DraftTree]
 
 # Of the last rounds, so many weigh on what speculation is thought to earn.
 _MEMORY_ROUNDS = 24
-# A measured cost counts as so many rounds at that size.
-_PRIOR_ROUNDS = 3
+_KEPT = 1.0 - 1.0 / _MEMORY_ROUNDS  # of what was learnt, when another round is
+# A measured cost counts as so many rounds at that size; rounds without a draft are few.
+_PRIOR_ROUNDS, _PRIOR_PLAIN_ROUNDS = 3, 0.5
 # Rounds without a draft after one that was not worth it, doubled each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
-# After so many rounds with a draft, doubled each time, one goes without though it would pay: else
-# nobody knew what that costs by now.
+# After so many rounds with a draft one goes without though it would pay: else nobody knew what that
+# costs by now. The first number, doubled each time, is for when it matters.
 _FIRST_PLAIN, _LAST_PLAIN = 8, 128
 
 
@@ -89,26 +93,41 @@ class Experience:
         # Seconds of a round over those of the profile: lately, and per size relative to that, as
         # weight and weighted sum. The first entry is of rounds that do not draft.
         self._ratio, self._num_rounds = 1.0, 0
-        self._sums = np.zeros((1 + len(profile.rows), 2))
-        self._earned = np.zeros(2)  # tokens and seconds of drafted rounds, fading
+        self._sums = [(0.0, 0.0)] * (1 + len(profile.rows))
+        self._corrections = [1.0] * (1 + len(profile.rows))
+        self._midpoints = [(m + n) / 2 for m, n in pairwise(profile.rows)]
+        self._tokens, self._seconds = 0.0, 0.0  # of drafted rounds, fading
         self.pause = _FIRST_PAUSE
         self.rounds_to_wait = 0
-        self.drafted_in_a_row, self.plain_after = 0, _FIRST_PLAIN
+        self.drafted_in_a_row, self.patience = 0, _FIRST_PLAIN
 
     def plain_s(self, context_length: int) -> float:
         """Seconds of a round that drafts nothing, as the profile counts them."""
-        return self.profile.verify_s(1, context_length) * float(self._corrections()[0])
+        return self.profile.verify_s(1, context_length) * self._corrections[0]
 
-    def drafted_s(self, context_length: int, max_nodes: int) -> np.ndarray:
-        """[max_nodes + 1] seconds of a round that drafts, by the nodes it verifies."""
-        measured = self.profile.draft + self.profile.verify_by_size(context_length)
-        rising = np.maximum.accumulate(measured * self._corrections()[1:])
-        return np.interp(np.arange(1, max_nodes + 2), self.profile.rows, rising)
+    def drafted_s(self, context_length: int) -> list[float]:
+        """Seconds of a round that drafts, by its nodes: from 0 to as many as are measured."""
+        verify = self.profile.verify_by_size(context_length)
+        corrected = zip(verify, self._corrections[1:], strict=True)
+        rising = list(accumulate(((self.profile.draft + s) * c for s, c in corrected), max))
+        costs = [rising[0]] * self.profile.rows[0]
+        for (x0, y0), (x1, y1) in pairwise(zip(self.profile.rows, rising, strict=True)):
+            step = (y1 - y0) / (x1 - x0)
+            costs += [y0 + step * i for i in range(1, x1 - x0 + 1)]
+        return costs
 
     def earning_rate(self, plain_s: float) -> float:
         """lambda: tokens per second, as lately made, and never less than without drafting."""
-        tokens, seconds = self._earned
-        return max(1.0 / plain_s, tokens / seconds if seconds > 0 else 0.0)
+        return max(1.0 / plain_s, self._tokens / self._seconds if self._seconds > 0 else 0.0)
+
+    def plain_after(self, plain_s: float) -> int:
+        """After how many rounds with a draft one without teaches something.
+
+        Rounds that take longer than measured do so all alike, or only those that draft: nobody
+        knows, as long as all draft. It matters where drafting would not pay if it were the latter.
+        """
+        doubtful = self.earning_rate(plain_s) * plain_s < self._ratio
+        return self.patience if doubtful else _LAST_PLAIN
 
     def learn_cost(self, num_rows: int, drafted: bool, context_length: int, seconds: float) -> None:
         """A round took so long."""
@@ -118,21 +137,19 @@ class Experience:
         self._num_rounds += 1
         if self._num_rounds > 1:
             # One slow round, of a busy machine, must not weigh like ten.
-            ratio = float(np.clip(ratio, 0.5 * self._ratio, 2.0 * self._ratio))
+            ratio = min(ratio, 2.0 * self._ratio)
         self._ratio += (ratio - self._ratio) / min(self._num_rounds, _MEMORY_ROUNDS)
-        nearest = 1 + int(np.abs(np.array(self.profile.rows) - num_rows).argmin())
-        size = nearest if drafted else 0
-        self._sums[size] *= 1.0 - 1.0 / _MEMORY_ROUNDS
-        self._sums[size] += (1.0, ratio / self._ratio)
+        size = 1 + bisect_left(self._midpoints, num_rows) if drafted else 0
+        weight, total = self._sums[size]
+        weight, total = 1.0 + _KEPT * weight, ratio / self._ratio + _KEPT * total
+        self._sums[size] = weight, total
+        prior = _PRIOR_ROUNDS if drafted else _PRIOR_PLAIN_ROUNDS
+        self._corrections[size] = (prior + total) / (prior + weight)
 
     def learn_gain(self, tokens: float, seconds: float) -> None:
         """A drafted round earned so many tokens, by the mean of promise and outcome."""
-        self._earned *= 1.0 - 1.0 / _MEMORY_ROUNDS
-        self._earned += (tokens, seconds)
-
-    def _corrections(self) -> np.ndarray:
-        weights, totals = self._sums.T
-        return (_PRIOR_ROUNDS + totals) / (_PRIOR_ROUNDS + weights)
+        self._tokens = tokens + _KEPT * self._tokens
+        self._seconds = seconds + _KEPT * self._seconds
 
 
 @dataclass
@@ -169,9 +186,9 @@ class AutoBudget:
         if experience.rounds_to_wait > 0:
             experience.rounds_to_wait -= 1
             return False
-        if experience.drafted_in_a_row >= experience.plain_after:
+        if experience.drafted_in_a_row >= experience.plain_after(self._round.plain_s):
             experience.drafted_in_a_row = 0
-            experience.plain_after = min(2 * experience.plain_after, _LAST_PLAIN)
+            experience.patience = min(2 * experience.patience, _LAST_PLAIN)
             return False
         experience.drafted_in_a_row += 1
         return True
@@ -179,13 +196,15 @@ class AutoBudget:
     def build(self, marginals: Marginals, root_id: int, builder: Builder) -> DraftTree:
         """The tree of calibrated probabilities, cut where another node stops paying."""
         experience, now = self._experience, self._round
-        tree = builder(experience.calibration.apply(marginals), root_id, self.max_nodes)
-        earned = np.cumsum(np.exp(tree.log_probs.astype(np.float64)))
-        costs = experience.drafted_s(now.context_length, self.max_nodes)[: earned.shape[0]]
+        said = Marginals(marginals.log_probs.to("cpu", torch.float32), marginals.token_ids.cpu())
+        tree = builder(experience.calibration.apply(said), root_id, self.max_nodes)
+        earned = list(accumulate(map(math.exp, tree.log_probs.tolist())))
+        costs = experience.drafted_s(now.context_length)
         rate = experience.earning_rate(now.plain_s)
-        num_nodes = int(np.argmax(earned - rate * costs))
-        now.marginals, now.num_rows = marginals, num_nodes + 1
-        now.promised, now.predicted_s = float(earned[num_nodes]), float(costs[num_nodes])
+        surplus = [e - rate * c for e, c in zip(earned, costs, strict=False)]
+        num_nodes = surplus.index(max(surplus))
+        now.marginals, now.num_rows = said, num_nodes + 1
+        now.promised, now.predicted_s = earned[num_nodes], costs[num_nodes]
         return tree.first(num_nodes)
 
     def observe(self, walk: Walk) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `ddtree generate`, `ddtree train` (cli_train) and `ddtree doctor`.
+"""The command line: `ddtree generate`, `bench` (cli_bench), `train` (cli_train) and `doctor`.
 
 Text goes to standard output as it comes, everything else to standard error, so that output can be
 piped. A user's mistake is one line and exit code 2.
@@ -7,15 +7,15 @@ piped. A user's mistake is one line and exit code 2.
 from __future__ import annotations
 
 import json
-import re
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from ddtree import __version__
+from ddtree.cli_bench import bench
+from ddtree.cli_convert import convert
 from ddtree.cli_options import (
     DeviceOption,
     DrafterOption,
@@ -24,13 +24,39 @@ from ddtree.cli_options import (
     load_pair,
     say,
 )
+from ddtree.cli_prompt import Request, parse_budget, read_prompt
+from ddtree.cli_record import (
+    ProfileOption,
+    RecordFiles,
+    TraceOption,
+    TraceRanksOption,
+    observer,
+)
+from ddtree.cli_replay import replay
+from ddtree.cli_sampling import (
+    BadWordOption,
+    FrequencyPenaltyOption,
+    JsonSchemaOption,
+    LogitBiasOption,
+    LogprobsOption,
+    MinNewTokensOption,
+    MinPOption,
+    PresencePenaltyOption,
+    RegexOption,
+    RepetitionPenaltyOption,
+    SuppressTokenOption,
+    TypicalPOption,
+    json_schema,
+    logit_bias,
+    refuse_logprobs_without_json,
+)
 from ddtree.cli_train import train
+from ddtree.cli_tree import tree
 from ddtree.config import AUTO, DecodeConfig
-from ddtree.errors import OptionError, PromptError, UserError
+from ddtree.errors import UserError
 
 if TYPE_CHECKING:
     from ddtree.pair import Pair
-    from ddtree.prompt import Prompt
     from ddtree.types import Generation
 
 EXIT_USER_ERROR = 2
@@ -42,23 +68,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What `generate` was asked to do, besides how to decode."""
-
-    prompt: str
-    system: str | None
-    raw: bool
-
-    @property
-    def messages(self) -> Prompt:
-        if self.raw:
-            return self.prompt
-        user = {"role": "user", "content": self.prompt}
-        return [{"role": "system", "content": self.system}, user] if self.system else [user]
+app.command()(replay)
+app.command()(convert)
+app.command()(tree)
 
 
 def main() -> NoReturn:
@@ -105,7 +119,21 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(help="Keep the likeliest mass p.", show_default="all")
     ] = None,
+    min_p: MinPOption = None,
+    typical_p: TypicalPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    presence_penalty: PresencePenaltyOption = 0.0,
+    frequency_penalty: FrequencyPenaltyOption = 0.0,
+    bias: LogitBiasOption = None,
+    bad_word: BadWordOption = None,
+    suppress_token: SuppressTokenOption = None,
+    schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
     seed: Annotated[int, typer.Option(help="One seed gives one text, with any method.")] = 0,
+    no_coupled: Annotated[
+        bool, typer.Option("--no-coupled", help="Draft without the sampler's noise: more rounds.")
+    ] = False,
+    min_new_tokens: MinNewTokensOption = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Length limit.")] = 256,
     stop: Annotated[
         list[str] | None,
@@ -123,36 +151,50 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
+    logprobs: LogprobsOption = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run ar, dflash and ddtree and set them side by side.")
     ] = False,
+    trace: TraceOption = None,
+    trace_ranks: TraceRanksOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Generate text: the target's own, faster."""
     config = DecodeConfig(
         method=method,  # type: ignore[arg-type]
-        budget=_budget(budget),
+        budget=parse_budget(budget),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias(bias or ()),
+        bad_words=tuple(bad_word or ()),
+        suppress_tokens=tuple(suppress_token or ()),
+        min_new_tokens=min_new_tokens,
+        json_schema=json_schema(schema),
+        regex=regex,
+        logprobs=logprobs,
         seed=seed,
+        coupled=not no_coupled,
         max_new_tokens=max_new_tokens,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    if raw and system is not None:
-        raise OptionError(
-            "--system",
-            expected="no system message with --raw",
-            got=repr(system),
-            remedy="Leave out one of them: --raw gives the prompt as it is.",
-        )
-    request = _Request(prompt=_read_prompt(prompt), system=system, raw=raw)
+    refuse_logprobs_without_json(logprobs, as_json=as_json)
+    files = RecordFiles(trace=trace, num_ranks=trace_ranks, profile=profile)
+    if compare:
+        files.refuse_compare()
+    request = Request(prompt=read_prompt(prompt), system=system, raw=raw)
     needs_drafter = compare or method != "ar"
     pair = load_pair(target, drafter, device, dtype, needs_drafter=needs_drafter)
     if compare:
         _compare(pair, request, config, as_json=as_json)
     else:
-        _generate(pair, request, config, as_json=as_json)
+        _generate(pair, request, config, files, as_json=as_json)
 
 
 @app.command()
@@ -173,15 +215,22 @@ def doctor(
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def _generate(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bool) -> None:
+def _generate(
+    pair: Pair, request: Request, config: DecodeConfig, files: RecordFiles, *, as_json: bool
+) -> None:
     from ddtree.types import Generation
 
-    pieces = pair.run(request.messages, config, raw=request.raw)  # checks the options
+    recording = files.recording(pair, config)
+    # Checks the options.
+    pieces = pair.run(request.messages, config, raw=request.raw, observe=observer(recording))
     if config.budget == AUTO and config.method != "ar":
         pair.measure(say)
     for item in pieces:
         if isinstance(item, Generation):
             _finish(item, as_json=as_json)
+            if recording is not None:
+                tell = (lambda message: None) if as_json else say
+                files.write(pair, recording, item, say=tell)
         elif not as_json:
             typer.echo(item, nl=False)
             sys.stdout.flush()
@@ -197,7 +246,7 @@ def _finish(generation: Generation, *, as_json: bool) -> None:
     Console(stderr=True).print(report.statistics_line(generation), style="dim", soft_wrap=True)
 
 
-def _compare(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bool) -> None:
+def _compare(pair: Pair, request: Request, config: DecodeConfig, *, as_json: bool) -> None:
     from ddtree import report
     from ddtree.comparison import compare
 
@@ -211,33 +260,3 @@ def _compare(pair: Pair, request: _Request, config: DecodeConfig, *, as_json: bo
         report.show_comparison(comparison, pair, console)
     if not comparison.agree and str(pair.target.dtype) == "torch.float32":
         raise typer.Exit(1)
-
-
-def _budget(text: str) -> int | Literal["auto"]:
-    """A number where it is one; anything else is refused by the config, by name."""
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text  # type: ignore[return-value]
-
-
-def _read_prompt(prompt: str) -> str:
-    text = _read_standard_input() if prompt == "-" else prompt
-    # Checked here because a message that wraps it would no longer be empty.
-    if not text.strip():
-        raise PromptError(
-            "prompt",
-            expected="a prompt with some text",
-            got="an empty one",
-            remedy='Give it in quotes, or "-" to read it from standard input.',
-        )
-    return text
-
-
-def _read_standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            "prompt",
-            expected="UTF-8 text on standard input",
-            got=str(error),
-            remedy="Convert the input to UTF-8 first.",
-        ) from error

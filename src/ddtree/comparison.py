@@ -10,7 +10,6 @@ import torch
 from ddtree.config import AUTO, DecodeConfig
 from ddtree.pair import Pair
 from ddtree.prompt import Prompt, encode
-from ddtree.sampling.rule import rule_for
 from ddtree.types import METHODS, Generation, Method
 
 _WARM_UP_TOKENS = 8
@@ -88,7 +87,8 @@ def compare(
     tell("warming up")
     for arm in arms:
         short = min(config.max_new_tokens, _WARM_UP_TOKENS)
-        _generate(pair, prompt_ids, replace(arm, max_new_tokens=short))
+        least = min(config.min_new_tokens, short)
+        _generate(pair, prompt_ids, replace(arm, max_new_tokens=short, min_new_tokens=least))
     generations: list[Generation] = []
     for arm in arms:
         tell(f"running {arm.method} ({len(generations) + 1} of {len(arms)})")
@@ -122,15 +122,16 @@ def _divergence(
         index=index,
         expected_id=baseline.token_ids[index] if index < baseline.num_tokens else None,
         got_id=other.token_ids[index] if index < other.num_tokens else None,
-        gap=_gap(pair, prefix, config),
+        gap=_gap(pair, prefix, len(prompt_ids), config),
     )
 
 
 @torch.inference_mode()
-def _gap(pair: Pair, prefix: list[int], config: DecodeConfig) -> float:
+def _gap(pair: Pair, prefix: list[int], num_prompt_tokens: int, config: DecodeConfig) -> float:
     """Best minus second-best score of the rule for the token after this prefix."""
     target = pair.target
     ids = torch.tensor(prefix, dtype=torch.int64, device=target.device)
     logits = target.prefill(ids, target.new_cache(len(prefix))).logits[0]
-    best, second = rule_for(config).scores(logits, len(prefix)).topk(2).values.tolist()
+    scores = pair.rule(config, num_prompt_tokens).scores(logits, prefix)
+    best, second = scores.topk(2).values.tolist()
     return float(best - second)

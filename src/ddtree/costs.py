@@ -18,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float64
-from numpy import ndarray
 from transformers import __version__ as transformers_version
 
 from ddtree.draft import Drafter
@@ -54,22 +52,25 @@ class CostProfile:
 
     def verify_s(self, num_rows: int, context_length: int) -> float:
         """Seconds of a verify forward: interpolated, and carried on beyond the last point."""
-        costs = self.verify_by_size(context_length)
-        last = len(self.rows) - 1
-        right = min(max(bisect_left(self.rows, num_rows), 1), last)
+        right = min(max(bisect_left(self.rows, num_rows), 1), len(self.rows) - 1)
+        along = self._along(context_length)
+        y0, y1 = (_at(along, self.verify[0][i], self.verify[-1][i]) for i in (right - 1, right))
         x0, x1 = self.rows[right - 1], self.rows[right]
-        slope = (costs[right] - costs[right - 1]) / (x1 - x0)
-        return float(costs[right - 1] + slope * (num_rows - x0))
+        return y0 + (y1 - y0) / (x1 - x0) * (num_rows - x0)
 
-    def verify_by_size(self, context_length: int) -> Float64[ndarray, " rows"]:
+    def verify_by_size(self, context_length: int) -> list[float]:
         """Seconds of a verify forward of each number of `rows`; a short context is no cheaper."""
-        first, last = np.array(self.verify[0]), np.array(self.verify[-1])
-        if len(self.contexts) == 1:
-            return first
-        t0, t1 = self.contexts
-        along = max(0.0, (context_length - t0) / (t1 - t0))
-        costs: Float64[ndarray, " rows"] = np.maximum(first + (last - first) * along, first)
-        return costs
+        along = self._along(context_length)
+        return [_at(along, s, t) for s, t in zip(self.verify[0], self.verify[-1], strict=True)]
+
+    def _along(self, context_length: int) -> float:
+        """Where a context lies between the first (0) and the last (1) of `contexts`, or beyond."""
+        first, last = self.contexts[0], self.contexts[-1]
+        return max(0.0, (context_length - first) / (last - first)) if last > first else 0.0
+
+
+def _at(along: float, short_s: float, long_s: float) -> float:
+    return short_s + max(0.0, (long_s - short_s) * along)
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ddtree.sampling.coupling import Perturb
 from ddtree.types import Marginals
 
 
@@ -23,8 +24,14 @@ class DraftSession(Protocol):
         """Take in the target's features of the next M committed positions."""
         ...
 
-    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
-        """Distributions for the `num_depths` positions behind the root; leaves no trace."""
+    def propose(
+        self, root_id: int, *, num_depths: int, num_ranks: int, perturb: Perturb | None = None
+    ) -> Marginals:
+        """Distributions for the `num_depths` positions behind the root; leaves no trace.
+
+        With `perturb`, the logits of all tokens that can be proposed go through it before they are
+        normalised and ranked. A drafter that lacks the argument cannot be coupled.
+        """
         ...
 
 
@@ -53,7 +60,13 @@ class Drafter(Protocol):
 
 
 @torch.inference_mode()
-def draft(session: DraftSession, root_id: int, num_depths: int, num_ranks: int) -> Marginals:
+def draft(
+    session: DraftSession,
+    root_id: int,
+    num_depths: int,
+    num_ranks: int,
+    perturb: Perturb | None = None,
+) -> Marginals:
     """One drafter pass.
 
     Args:
@@ -61,5 +74,8 @@ def draft(session: DraftSession, root_id: int, num_depths: int, num_ranks: int) 
         root_id: the last decided token.
         num_depths: positions wanted, at most L.
         num_ranks: K = min(B, V) is enough for the best tree of B nodes (Lemma 1).
+        perturb: of coupled drafting, see `DraftSession.propose`.
     """
-    return session.propose(root_id, num_depths=num_depths, num_ranks=num_ranks)
+    if perturb is None:
+        return session.propose(root_id, num_depths=num_depths, num_ranks=num_ranks)
+    return session.propose(root_id, num_depths=num_depths, num_ranks=num_ranks, perturb=perturb)

@@ -80,6 +80,14 @@ class MarginalsError(UserError):
     """Marginals that no tree can be built from: NaN, unsorted, or of mismatched shapes."""
 
 
+class TraceError(UserError):
+    """A trace file that is not one of ours, is damaged, or lacks what was asked of it."""
+
+
+class BuilderError(UserError):
+    """A tree builder that cannot be found, or whose trees could not be verified."""
+
+
 def first_line(error: Exception) -> str:
     """The first line of another library's message, for a message of ours."""
     lines = [line for line in str(error).splitlines() if line.strip()]

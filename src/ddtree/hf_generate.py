@@ -9,13 +9,12 @@ every token, each with exactly the tokens before it. Greedy output equals the li
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -33,8 +32,8 @@ from ddtree.errors import OptionError
 from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
 from ddtree.pair import stages_for
-from ddtree.sampling.noise import gumbel_noise
-from ddtree.sampling.rule import Chooser
+from ddtree.sampling.processors import Foreign
+from ddtree.sampling.rule import Greedy, Processed, Sampling
 from ddtree.types import FinishReason, Method
 
 
@@ -102,7 +101,7 @@ def custom_generate(
         drafter,
         prompt_ids,
         stages=stages_for(options.method),
-        rule=_LibraryRule(logits_processor, seed if generation_config.do_sample else None),
+        rule=_library_rule(logits_processor, seed if generation_config.do_sample else None),
         stopping=stopping,
         budget=FixedBudget(budget),
     ):
@@ -115,25 +114,10 @@ def custom_generate(
     return sequences
 
 
-@dataclass(frozen=True)
-class _LibraryRule:
-    """The decoding rule made of the library's processors, with our noise if it samples."""
-
-    processors: LogitsProcessorList
-    seed: int | None
-
-    def chooser(self, logits_NV: Float[Tensor, "N V"]) -> Chooser:
-        def choose(row: int, token_ids: Sequence[int]) -> int:
-            ids = torch.tensor([token_ids], dtype=torch.int64, device=logits_NV.device)
-            # A copy: processors may write in place, and rows are read once each.
-            scores = self.processors(ids, logits_NV[row : row + 1].to(torch.float32, copy=True))[0]
-            if self.seed is not None:
-                scores = scores + gumbel_noise(
-                    self.seed, len(token_ids), scores.shape[0], scores.device
-                )
-            return int(scores.argmax())
-
-        return choose
+def _library_rule(processors: LogitsProcessorList, seed: int | None) -> Processed:
+    """The library's processors, temperature among them, with our noise if it samples."""
+    then = Greedy() if seed is None else Sampling(temperature=1.0, seed=seed)
+    return Processed([Foreign((processors,))], then, num_prompt_tokens=0)
 
 
 @dataclass

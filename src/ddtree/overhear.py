@@ -7,7 +7,7 @@ places alike, and says what rounds of any other budget would have been told.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
-from ddtree.draft import Drafter, DraftSession
+from ddtree.draft import Drafter, DraftSession, draft
+from ddtree.sampling.coupling import Perturb
 from ddtree.types import HostMarginals, Marginals
 
 
@@ -89,8 +90,10 @@ class _OverheardSession:
         self.overheard.features.append(features)
         self.length += features.shape[0]
 
-    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
-        marginals = self.session.propose(root_id, num_depths=num_depths, num_ranks=num_ranks)
+    def propose(
+        self, root_id: int, *, num_depths: int, num_ranks: int, perturb: Perturb | None = None
+    ) -> Marginals:
+        marginals = draft(self.session, root_id, num_depths, num_ranks, perturb)
         # The root is not in the context yet: its position is the context's length.
         self.overheard.proposals.append(Proposal(self.length, HostMarginals.of(marginals)))
         return marginals
@@ -104,6 +107,8 @@ def propose_along(
     num_prompt_tokens: int,
     *,
     num_ranks: int,
+    end: int | None = None,
+    perturb_at: Callable[[int], Perturb] | None = None,
 ) -> list[Proposal]:
     """What the drafter proposes behind every token of the response but the last.
 
@@ -113,16 +118,23 @@ def propose_along(
         token_ids: the text, prompt and response.
         num_prompt_tokens: how many of them are the prompt.
         num_ranks: K, wanted of each depth.
+        end: positions from here on are not spoken of, and roots with nothing to say are left out;
+            None is the end of the text.
+        perturb_at: given the position of the first drafted token, what couples the drafter to the
+            noise there; None leaves it alone, whatever the rounds did.
     """
+    last = len(token_ids) - 1
+    end = last + 1 if end is None else end
     session = drafter.start(len(token_ids))
     session.extend(features[:num_prompt_tokens])
-    last = len(token_ids) - 1
     proposals = []
-    for root in range(num_prompt_tokens, last):
-        marginals = session.propose(
+    for root in range(num_prompt_tokens, min(last, end - 1)):
+        marginals = draft(
+            session,
             token_ids[root],
-            num_depths=min(drafter.num_depths, last - root),
-            num_ranks=num_ranks,
+            min(drafter.num_depths, end - 1 - root),
+            num_ranks,
+            None if perturb_at is None else perturb_at(root + 1),
         )
         proposals.append(Proposal(root, HostMarginals.of(marginals)))
         session.extend(features[root : root + 1])

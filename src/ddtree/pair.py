@@ -7,8 +7,8 @@ print(pair.generate("Why is the sky blue?").text)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -18,14 +18,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ddtree.budget import AutoBudget, Budget, Experience, FixedBudget
 from ddtree.config import AUTO, DecodeConfig
 from ddtree.costs import profile_for
+from ddtree.coupled import CoupledDrafting
 from ddtree.decode import BUILDERS, Stages, decode
 from ddtree.draft import Drafter
 from ddtree.errors import OptionError
+from ddtree.logprobs import LogprobRecorder
 from ddtree.models import zoo
 from ddtree.models.loading import load_drafter, load_target
 from ddtree.models.target import Target
+from ddtree.options import as_json, as_pairs, as_tuple, as_tuples, check_options
 from ddtree.prompt import Prompt, check_fits, encode
-from ddtree.sampling.rule import rule_for
+from ddtree.sampling.coupling import Coupling, CouplingWeights
+from ddtree.sampling.grammar import Grammar, Grammars
+from ddtree.sampling.processors import LogitsProcessor, words_as_tokens
+from ddtree.sampling.rule import Rule, rule_for, sampling_of
 from ddtree.stopping import TextStopping
 from ddtree.text import TextStream
 from ddtree.timing import Stopwatch
@@ -85,7 +91,22 @@ class Pair:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        typical_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        bad_words: Sequence[str] = (),
+        bad_words_ids: Sequence[Sequence[int]] = (),
+        suppress_tokens: Sequence[int] = (),
+        min_new_tokens: int = 0,
+        json_schema: str | Mapping[str, object] | None = None,
+        regex: str | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        logprobs: int | None = None,
         seed: int = 0,
+        coupled: bool = True,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
@@ -96,11 +117,21 @@ class Pair:
         Args:
             prompt: text, chat messages, or token ids.
             raw: take a text prompt as it is, without the chat template.
-            method, budget, temperature, top_k, top_p, seed, max_new_tokens, stop, ignore_eos:
+            logits_processor: called at every token with all token ids so far [1, T] and the scores
+                [1, V], behind the penalties and bans and before temperature: transformers'
+                `LogitsProcessor`s, or functions like them. They see drafted tokens only where the
+                target said the same.
+            logit_bias: numbers to add to logits, by token id.
+            json_schema: what the text is held to, as JSON or what JSON would give; needs the extra
+                "grammar".
+            method, budget, temperature, top_k, top_p, min_p, typical_p, repetition_penalty,
+                presence_penalty, frequency_penalty, bad_words, bad_words_ids, suppress_tokens,
+                min_new_tokens, regex, logprobs, seed, coupled, max_new_tokens, stop, ignore_eos:
                 see `DecodeConfig`.
 
         Raises:
-            OptionError, PromptError, ContextLengthError: before any work.
+            OptionError, PromptError, ContextLengthError: before any work; OptionError also where
+                what was banned leaves no token.
         """
         *_, generation = self.stream(
             prompt,
@@ -109,7 +140,22 @@ class Pair:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            bad_words=bad_words,
+            bad_words_ids=bad_words_ids,
+            suppress_tokens=suppress_tokens,
+            min_new_tokens=min_new_tokens,
+            json_schema=json_schema,
+            regex=regex,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
             seed=seed,
+            coupled=coupled,
             max_new_tokens=max_new_tokens,
             stop=stop,
             ignore_eos=ignore_eos,
@@ -127,7 +173,22 @@ class Pair:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        typical_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        bad_words: Sequence[str] = (),
+        bad_words_ids: Sequence[Sequence[int]] = (),
+        suppress_tokens: Sequence[int] = (),
+        min_new_tokens: int = 0,
+        json_schema: str | Mapping[str, object] | None = None,
+        regex: str | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        logprobs: int | None = None,
         seed: int = 0,
+        coupled: bool = True,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
@@ -143,12 +204,26 @@ class Pair:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=as_pairs(logit_bias),
+            bad_words=as_tuple(bad_words),
+            bad_words_ids=as_tuples(bad_words_ids),
+            suppress_tokens=as_tuple(suppress_tokens),
+            min_new_tokens=min_new_tokens,
+            json_schema=as_json(json_schema),
+            regex=regex,
+            logprobs=logprobs,
             seed=seed,
+            coupled=coupled,
             max_new_tokens=max_new_tokens,
-            stop=_as_tuple(stop),
+            stop=as_tuple(stop),
             ignore_eos=ignore_eos,
         )
-        return self.run(prompt, config, raw=raw)
+        return self.run(prompt, config, raw=raw, logits_processor=logits_processor)
 
     def run(
         self,
@@ -156,6 +231,7 @@ class Pair:
         config: DecodeConfig,
         *,
         raw: bool = False,
+        logits_processor: Sequence[LogitsProcessor] = (),
         observe: Callable[[Stages], Stages] | None = None,
     ) -> Iterator[str | Generation]:
         """`stream` with the options as one record.
@@ -164,21 +240,61 @@ class Pair:
             prompt: see `generate`.
             config: all options.
             raw: see `generate`.
+            logits_processor: see `generate`.
             observe: wraps the stages, to hear what passes through them; their time then includes
                 the hearing.
         """
-        self._check(config)
+        check_options(config, self.target, self.drafter)
         prompt_ids = encode(prompt, self.target, raw=raw)
         check_fits(len(prompt_ids), config.max_new_tokens, self.target)
-        stages = stages_for(config.method)
-        return self._run(prompt_ids, config, stages if observe is None else observe(stages))
+        rule = self.rule(config, len(prompt_ids), logits_processor)
+        stages = self._stages(config, rule)
+        return self._run(prompt_ids, config, rule, stages if observe is None else observe(stages))
+
+    def rule(
+        self,
+        config: DecodeConfig,
+        num_prompt_tokens: int,
+        logits_processor: Sequence[LogitsProcessor] = (),
+    ) -> Rule:
+        """The decoding rule of one generation with these options, which `run` has checked.
+
+        Args:
+            config: all options.
+            num_prompt_tokens: of the prompt of this generation.
+            logits_processor: see `generate`.
+        """
+        if config.bad_words:
+            assert self.target.tokenizer is not None
+            words = words_as_tokens(config.bad_words, self.target.tokenizer)
+            config = replace(config, bad_words=(), bad_words_ids=(*config.bad_words_ids, *words))
+        return rule_for(
+            config,
+            num_prompt_tokens=num_prompt_tokens,
+            stop_token_ids=self._stop_token_ids(config),
+            device=self.target.device,
+            logits_processor=logits_processor,
+            grammar=self._grammar(config),
+        )
+
+    def _grammar(self, config: DecodeConfig) -> Grammar | None:
+        if config.json_schema is None and config.regex is None:
+            return None
+        return self._grammars.of(config)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        target = self.target
+        return Grammars(target.tokenizer, target.vocab_size, target.eos_token_ids)
 
     def _run(
-        self, prompt_ids: list[int], config: DecodeConfig, stages: Stages
+        self, prompt_ids: list[int], config: DecodeConfig, rule: Rule, stages: Stages
     ) -> Iterator[str | Generation]:
         tokenizer = self.target.tokenizer
         stream = TextStream(tokenizer, config.stop) if tokenizer is not None else None
-        stop_token_ids = frozenset() if config.ignore_eos else self.target.eos_token_ids
+        recorder = None if config.logprobs is None else LogprobRecorder(config.logprobs)
+        stages = stages if recorder is None else recorder.listening(stages)
+        stopping = TextStopping(config.max_new_tokens, self._stop_token_ids(config), stream)
         budget = self._budget(config)  # may measure first, which is no part of the generation
         stopwatch = Stopwatch(self.target.device)
         rounds: list[Round] = []
@@ -188,8 +304,8 @@ class Pair:
             None if config.method == "ar" else self.drafter,
             prompt_ids,
             stages=stopwatch.timed(stages),
-            rule=rule_for(config),
-            stopping=TextStopping(config.max_new_tokens, stop_token_ids, stream),
+            rule=rule,
+            stopping=stopping,
             budget=budget,
         ):
             rounds.append(done)
@@ -210,7 +326,23 @@ class Pair:
             rounds=tuple(rounds),
             spans=stopwatch.spans(),
             elapsed_s=elapsed_s,
+            logprobs=None if recorder is None else recorder.found,
         )
+
+    @cached_property
+    def coupling_weights(self) -> CouplingWeights:
+        """What coupled drafting has learnt of this pair; outlives a generation."""
+        assert self.drafter is not None, "there is nothing to couple"
+        return CouplingWeights(self.drafter.num_depths)
+
+    def _stages(self, config: DecodeConfig, rule: Rule) -> Stages:
+        stages, sampling = stages_for(config.method), sampling_of(rule)
+        if not config.coupled or sampling is None or config.method == "ar":
+            return stages
+        coupling = Coupling(
+            temperature=sampling.temperature, noise=sampling.noise, weights=self.coupling_weights
+        )
+        return CoupledDrafting(coupling).attached(stages)
 
     @cached_property
     def experience(self) -> Experience:
@@ -241,31 +373,11 @@ class Pair:
             return FixedBudget(0)
         return AutoBudget(self.experience)
 
-    def _check(self, config: DecodeConfig) -> None:
-        if self.drafter is None and config.method != "ar":
-            raise OptionError(
-                "drafter",
-                expected=f"a drafter for method {config.method}",
-                got=f"none, and none is known for {self.target.name}",
-                remedy='Give a DFlash checkpoint as the drafter, or use method "ar".',
-            )
-        if config.stop and self.target.tokenizer is None:
-            raise OptionError(
-                "stop",
-                expected="a tokenizer to find stop strings with",
-                got="a target without one",
-                remedy="Load a tokenizer with the model, or stop at token ids.",
-            )
+    def _stop_token_ids(self, config: DecodeConfig) -> frozenset[int]:
+        return frozenset() if config.ignore_eos else self.target.eos_token_ids
 
 
 def stages_for(method: Method) -> Stages:
     """The stages of a method: they differ in the builder alone."""
     builder = BUILDERS.get(method)
     return Stages() if builder is None else Stages(build=builder)
-
-
-def _as_tuple(stop: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        return (stop,)
-    # What is no sequence goes on as it is: the config refuses it by name.
-    return tuple(stop) if isinstance(stop, Sequence) else stop

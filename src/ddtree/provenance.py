@@ -1,7 +1,8 @@
-"""Where a result comes from: command, commit, versions, machine. For drafters and benchmarks."""
+"""Where a result comes from: command, commit, versions, machine, and by which drafter."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from ddtree.draft import Drafter
+from ddtree.models.drafter import DFlashDrafter
+from ddtree.models.packed import PackedLinear
 from ddtree.report import versions
 
 
@@ -24,6 +28,26 @@ def origin() -> dict[str, object]:
         "machine": _machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def drafter_digest(drafter: Drafter) -> str | None:
+    """A digest of a DFlash drafter's weights, the same packed or plain; None of other drafters.
+
+    A folder that was moved, or trained on under its old name, is told by it.
+    """
+    if not isinstance(drafter, DFlashDrafter):
+        return None
+    tensors = dict(drafter.network.state_dict())
+    for name, layer in drafter.network.named_modules():
+        if isinstance(layer, PackedLinear):  # its weight is no parameter
+            tensors[f"{name}.weight"] = layer.weight
+    if drafter.draft_token_ids is not None:
+        tensors["draft_token_ids"] = drafter.draft_token_ids
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _command(arguments: list[str]) -> str:

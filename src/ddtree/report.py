@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from ddtree import __version__
 from ddtree.comparison import Comparison
 from ddtree.pair import Pair
-from ddtree.types import Generation, StageSeconds
+from ddtree.types import Generation, StageSeconds, TokenLogprob
 
 Json = Mapping[str, object]
 
@@ -52,6 +52,7 @@ def statistics_line(generation: Generation) -> str:
 def generation_json(generation: Generation) -> Json:
     """What `ddtree generate --json` prints; seconds are per stage, summed over rounds."""
     tau = generation.acceptance_length
+    logprobs = generation.logprobs
     return {
         "text": generation.text,
         "token_ids": list(generation.token_ids),
@@ -63,8 +64,25 @@ def generation_json(generation: Generation) -> Json:
         "acceptance_histogram": list(generation.acceptance_histogram),
         "seconds": {**asdict(generation.seconds), "elapsed": generation.elapsed_s},
         "tokens_per_s": generation.tokens_per_s,
+        **({} if logprobs is None else {"logprobs": _logprobs_json(logprobs)}),
         "versions": versions(),
     }
+
+
+def _logprobs_json(logprobs: Sequence[TokenLogprob]) -> list[Json]:
+    return [
+        {
+            "token_id": token.token_id,
+            "logprob": _finite(token.logprob),
+            "top": [{"token_id": id_, "logprob": _finite(value)} for id_, value in token.top],
+        }
+        for token in logprobs
+    ]
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no infinity: a token of probability 0 has none."""
+    return value if math.isfinite(value) else None
 
 
 def comparison_json(comparison: Comparison) -> Json:

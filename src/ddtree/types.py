@@ -75,29 +75,36 @@ class HostMarginals:
                 remedy="Gather the token ids with the same top-k as the log-probs.",
             )
         log_probs = marginals.log_probs.to("cpu", torch.float32).numpy()
-        for depth, row in enumerate(log_probs, start=1):
-            if np.isnan(row).any():
-                raise MarginalsError(
-                    "marginals",
-                    expected="log-probs without NaN",
-                    got=f"NaN at depth {depth}",
-                    remedy="Look for inf - inf in the drafter's logits or its normaliser.",
-                )
-            if (row > 0).any():
-                raise MarginalsError(
-                    "marginals",
-                    expected="log-probs <= 0",
-                    got=f"{row.max()} at depth {depth}",
-                    remedy="Normalise with log_softmax and clamp rounding above 0.",
-                )
-            if (row[1:] > row[:-1]).any():
-                raise MarginalsError(
-                    "marginals",
-                    expected="each row sorted from high to low",
-                    got=f"an increasing pair at depth {depth}",
-                    remedy="Use torch.topk(..., sorted=True).",
-                )
+        # With the first rank at most 0, order alone keeps the others there; NaN fails either.
+        if not ((log_probs[:, :1] <= 0).all() and (log_probs[:, 1:] <= log_probs[:, :-1]).all()):
+            _refuse(log_probs)
         return cls(log_probs, marginals.token_ids.to("cpu", torch.int64).numpy())
+
+
+def _refuse(log_probs: Float32[ndarray, "L K"]) -> None:
+    """Say what is wrong with the first row that is."""
+    for depth, row in enumerate(log_probs, start=1):
+        if np.isnan(row).any():
+            raise MarginalsError(
+                "marginals",
+                expected="log-probs without NaN",
+                got=f"NaN at depth {depth}",
+                remedy="Look for inf - inf in the drafter's logits or its normaliser.",
+            )
+        if (row > 0).any():
+            raise MarginalsError(
+                "marginals",
+                expected="log-probs <= 0",
+                got=f"{row.max()} at depth {depth}",
+                remedy="Normalise with log_softmax and clamp rounding above 0.",
+            )
+        if (row[1:] > row[:-1]).any():
+            raise MarginalsError(
+                "marginals",
+                expected="each row sorted from high to low",
+                got=f"an increasing pair at depth {depth}",
+                remedy="Use torch.topk(..., sorted=True).",
+            )
 
 
 @dataclass(frozen=True)
@@ -243,6 +250,22 @@ class StageSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """How probable the target held a delivered token, whatever the decoding rule made of it.
+
+    Args:
+        token_id: the token.
+        logprob: natural logarithm of its probability under the target's own logits, before
+            temperature and everything else that changes them.
+        top: pairs of token id and log-probability of the most probable tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     """The result of one generation; counts speak only of what was delivered.
 
@@ -254,6 +277,7 @@ class Generation:
         rounds: the prefill and every round, in order.
         spans: every call of a stage, in order.
         elapsed_s: wall time from the prompt's token ids to the last token.
+        logprobs: one for each of `token_ids`; None where they were not asked for.
     """
 
     text: str | None
@@ -263,6 +287,7 @@ class Generation:
     rounds: tuple[Round, ...]
     spans: tuple[StageSpan, ...]
     elapsed_s: float
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def seconds(self) -> StageSeconds:

@@ -36,7 +36,7 @@ def stepwise(architecture: str, config: DecodeConfig) -> list[int]:
     with torch.inference_mode():
         for _ in range(config.max_new_tokens):
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids.append(int(rule.scores(logits, len(ids)).argmax()))
+            ids.append(int(rule.scores(logits, ids).argmax()))
     return ids[len(PROMPT) :]
 
 

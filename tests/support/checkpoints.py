@@ -1,6 +1,6 @@
-"""Checkpoints as they are published, written by the test: a tiny target, and z-lab's DFlash format.
+"""Checkpoints as they are published, written by the test: a tiny target, and both DFlash formats.
 
-Names and shapes are copied from CHECKPOINTS A, not asked of the code that reads them.
+Names and shapes are copied from CHECKPOINTS A and B, not asked of the code that reads them.
 """
 
 from __future__ import annotations
@@ -109,6 +109,97 @@ def write_drafter(
     weight_map = {n: file for file, part in zip(files, parts, strict=True) for n in part}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+_NESTED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+)
+
+
+def speculators_config(
+    decoder: Mapping[str, object] | None = None, **changes: object
+) -> dict[str, object]:
+    """A `config.json` in speculators' format that fits the tiny models; all tokens by default."""
+    plain = drafter_config()
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "block_size": 8,
+        "mask_token_id": 3,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "draft_vocab_size": plain["vocab_size"],
+        "target_hidden_size": None,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+            "verifier": {"name_or_path": "/somewhere/else", "architectures": []},
+        },
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            **{key: plain[key] for key in _NESTED},
+            **(decoder or {}),
+        },
+    }
+    return {**config, **changes}
+
+
+def speculators_tensors(architecture: str, draft_token_ids: list[int] | None) -> Tensors:
+    """The tensors of `write_drafter`, with a tiny model's embedding and head rows and the map."""
+    model = tiny_model(architecture)
+    embedding = model.get_input_embeddings().weight.detach().clone()
+    head = model.get_output_embeddings().weight.detach().clone()
+    tensors = {**drafter_tensors(drafter_config()), "embed_tokens.weight": embedding}
+    if draft_token_ids is None:
+        return {**tensors, "lm_head.weight": head}
+    return {
+        **tensors,
+        "lm_head.weight": head[draft_token_ids],
+        "d2t": torch.tensor([token_id - i for i, token_id in enumerate(draft_token_ids)]),
+        "t2d": torch.tensor([i in draft_token_ids for i in range(embedding.shape[0])]),
+    }
+
+
+def write_speculators(
+    folder: Path,
+    architecture: str = "llama",
+    *,
+    draft_token_ids: list[int] | None = None,
+    edit: Callable[[Tensors], object] | None = None,
+    decoder: Mapping[str, object] | None = None,
+    **changes: object,
+) -> Path:
+    """A DFlash drafter in speculators' format, with the weights of `write_drafter`'s.
+
+    Args:
+        folder: made if it is not there.
+        architecture: of the tiny model whose embedding and head it carries.
+        draft_token_ids: of a reduced vocabulary; None for all tokens.
+        edit: changes the tensors in place before they are written.
+        decoder: changes to the nested `transformer_layer_config`.
+        changes: to the top of `config.json`; a key with None is left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = speculators_tensors(architecture, draft_token_ids)
+    size = tensors["lm_head.weight"].shape[0]
+    if edit is not None:
+        edit(tensors)
+    config = speculators_config(decoder, **{"draft_vocab_size": size, **changes})
+    kept = {k: v for k, v in config.items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddtree.models.drafter import top_marginals
+from ddtree.sampling.coupling import Perturb
 from ddtree.types import Marginals
 
 # Given a position, the tokens of the ranks there, best first.
@@ -31,7 +33,10 @@ class ScriptedSession:
         self.features.append(features.clone())
         self.length += features.shape[0]
 
-    def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> Marginals:
+    def propose(
+        self, root_id: int, *, num_depths: int, num_ranks: int, perturb: Perturb | None = None
+    ) -> Marginals:
+        # Who knows the text knows what the noise picks: `perturb` would only blur the script.
         self.drafter.roots.append((self.length, root_id))
         rows = []
         for depth in range(1, num_depths + 1):
@@ -111,3 +116,43 @@ def random_drafter(seed: int, vocab_size: int, **options: int) -> ScriptedDrafte
         return np.random.default_rng([seed, position]).permutation(vocab_size).tolist()
 
     return ScriptedDrafter(ranks, **options)
+
+
+# Given the context's length, the root and the number of depths, logits [L, Vd].
+Logits = Callable[[int, int, int], Tensor]
+
+
+@dataclass
+class LogitsSession:
+    """Follows the contract to the letter: logits through `perturb`, then normalised and ranked."""
+
+    drafter: LogitsDrafter
+    length: int = 0
+
+    def extend(self, features: Tensor) -> None:
+        self.length += features.shape[0]
+
+    def propose(
+        self, root_id: int, *, num_depths: int, num_ranks: int, perturb: Perturb | None = None
+    ) -> Marginals:
+        logits, token_ids = self.drafter.logits(self.length, root_id, num_depths), None
+        if self.drafter.draft_token_ids is not None:
+            token_ids = self.drafter.draft_token_ids
+        if perturb is not None:
+            self.drafter.num_perturbed += 1
+            logits = perturb(logits, token_ids)
+        return top_marginals(logits, num_ranks, token_ids)
+
+
+@dataclass
+class LogitsDrafter:
+    """Proposes by logits that depend on the place alone; counts how often it was coupled."""
+
+    logits: Logits
+    num_depths: int = 7
+    layer_ids: Sequence[int] = (1, 2)
+    draft_token_ids: Tensor | None = None
+    num_perturbed: int = 0
+
+    def start(self, capacity: int) -> LogitsSession:
+        return LogitsSession(self)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -22,7 +23,6 @@ from transformers.utils import logging as transformers_logging
 
 import ddtree
 from ddtree import cli
-from ddtree.attention.masks import additive
 from ddtree.models import folder as model_folder
 from ddtree.types import METHODS
 from tests.support.checkpoints import edit_json, write_drafter, write_target
@@ -107,7 +107,19 @@ OPTIONS = {
         "--temperature",
         "--top-k",
         "--top-p",
+        "--min-p",
+        "--typical-p",
+        "--repetition-penalty",
+        "--presence-penalty",
+        "--frequency-penalty",
+        "--logit-bias",
+        "--bad-word",
+        "--suppress-token",
+        "--json-schema",
+        "--regex",
         "--seed",
+        "--no-coupled",
+        "--min-new-tokens",
         "--max-new-tokens",
         "--stop",
         "--ignore-eos",
@@ -116,9 +128,51 @@ OPTIONS = {
         "--device",
         "--dtype",
         "--json",
+        "--logprobs",
         "--compare",
+        "--trace",
+        "--trace-ranks",
+        "--profile",
     ],
+    "convert": ["SOURCE", "--to", "--out", "--target"],
+    "replay": ["FILE", "--builders", "--budgets", "--json"],
     "doctor": ["--target", "--drafter", "--json"],
+    "bench": [
+        "--suite",
+        "--source",
+        "--methods",
+        "--budgets",
+        "--assistant",
+        "--temperature",
+        "--limit",
+        "--max-new-tokens",
+        "--seed",
+        "--out",
+        "--trace",
+        "--target",
+        "--drafter",
+        "--device",
+        "--dtype",
+    ],
+    "bench report": ["FOLDER"],
+    "bench compare": ["BEFORE", "AFTER"],
+    "tree": [
+        "PROMPT",
+        "--html",
+        "--rounds",
+        "--max-nodes",
+        "--target",
+        "--drafter",
+        "--method",
+        "--budget",
+        "--temperature",
+        "--seed",
+        "--max-new-tokens",
+        "--system",
+        "--raw",
+        "--device",
+        "--dtype",
+    ],
     "train": [
         "--prompts",
         "--out",
@@ -183,8 +237,9 @@ OPTIONS = {
 def test_the_options_of_every_command_are_frozen() -> None:
     program = typer.main.get_command(cli.app)
     commands = dict(program.commands)
-    stages = commands["train"].commands
-    commands.update({f"train {name}": command for name, command in stages.items()})
+    for group in ("bench", "train"):
+        parts = commands[group].commands
+        commands.update({f"{group} {name}": command for name, command in parts.items()})
     found = {
         name: [p.opts[0] if p.opts[0].startswith("-") else p.opts[0].upper() for p in c.params]
         for name, c in commands.items()
@@ -238,12 +293,62 @@ def test_text_goes_to_standard_output_and_one_line_of_statistics_to_standard_err
     assert ("draft" in line) == (method != "ar")
 
 
+def test_a_text_is_the_same_without_coupled_drafting_and_its_rounds_are_others(
+    run: Run, fitting: Folders, pair: ddtree.Pair
+) -> None:
+    sampled = {"temperature": 1.0, "seed": 3, "budget": 20, "max_new_tokens": 24}
+    arguments = [x for k, v in sampled.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    done = run("generate", "hello", *fitting.options, "--json", "--no-coupled", *arguments)
+    apart = pair.generate("hello", coupled=False, **sampled)
+    coupled = pair.generate("hello", **sampled)
+    assert json.loads(done.out)["text"] == apart.text == coupled.text
+    assert json.loads(done.out)["num_rounds"] == apart.num_rounds != coupled.num_rounds
+
+
 def test_options_reach_the_generation(run: Run, fitting: Folders, pair: ddtree.Pair) -> None:
     sampled = {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "seed": 3, "budget": 5}
     arguments = [x for k, v in sampled.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     done = run("generate", "hello", *fitting.options, *SHORT, *arguments)
     assert done.out == pair.generate("hello", max_new_tokens=12, **sampled).text + "\n"
     assert done.out != run("generate", "hello", *fitting.options, *SHORT).out
+
+
+def test_options_that_change_logits_reach_the_generation(
+    run: Run, fitting: Folders, pair: ddtree.Pair
+) -> None:
+    options = {
+        "temperature": 1.0,
+        "min_p": 0.01,
+        "typical_p": 0.95,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "min_new_tokens": 3,
+    }
+    arguments = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    bans = {"logit_bias": {7: -5.0, 9: -math.inf}, "bad_words": ["fox"], "suppress_tokens": [4, 5]}
+    arguments += ["--logit-bias", "7=-5", "--logit-bias", "9=-inf", "--bad-word", "fox"]
+    arguments += ["--suppress-token", "4", "--suppress-token", "5"]
+    done = run("generate", "hello", *fitting.options, *SHORT, *arguments)
+    assert (
+        done.out
+        == pair.generate("hello", max_new_tokens=12, budget=16, **options, **bans).text + "\n"
+    )
+
+
+def test_log_probabilities_go_with_the_tokens_in_json(
+    run: Run, fitting: Folders, pair: ddtree.Pair
+) -> None:
+    options = (*SHORT, "--json", "--logprobs", "2")
+    found = strict_json(run("generate", "hello", *fitting.options, *options).out)
+    assert list(found) == [*KEYS[:-1], "logprobs", KEYS[-1]]
+    expected = pair.generate("hello", max_new_tokens=12, budget=16, logprobs=2).logprobs
+    assert [token["token_id"] for token in found["logprobs"]] == found["token_ids"]
+    for said, token in zip(found["logprobs"], expected, strict=True):
+        assert said["logprob"] == pytest.approx(token.logprob, abs=1e-4)
+        assert [each["token_id"] for each in said["top"]] == [token_id for token_id, _ in token.top]
+    compared = strict_json(run("generate", "hello", *fitting.options, *options, "--compare").out)
+    assert [len(g["logprobs"]) for g in compared["generations"]] == [12, 12, 12]
 
 
 def test_a_system_message_goes_first(run: Run, fitting: Folders, pair: ddtree.Pair) -> None:
@@ -393,13 +498,10 @@ ONE_CHOICE = ("--temperature", "1", "--top-k", "1")
 def test_compare_reports_a_divergence_and_exits_1(
     options: tuple[str, ...], run: Run, fitting: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Rows that see nothing but themselves: the drafted methods go wrong.
+    # Rows that see the context alone, and not themselves: the drafted methods go wrong.
     monkeypatch.setattr(
-        "ddtree.attention.masks.TreeMask.of",
-        lambda self, ancestors, length, dtype: additive(
-            torch.cat([torch.zeros(len(ancestors), length), torch.eye(len(ancestors))], 1).bool(),
-            dtype,
-        ),
+        "ddtree.verify.ancestor_mask",
+        lambda tree: np.zeros((tree.num_rows, tree.num_rows), bool),
     )
     common = (*SHORT, "--compare", "--budget", "16")
     arguments = ("generate", "hello", *fitting.options, *common, *options)
@@ -435,6 +537,16 @@ BAD_OPTIONS = [
     (("--temperature", "nan"), "temperature: expected a finite number"),
     (("--top-p", "0"), "top_p: expected a number in (0, 1], got 0.0"),
     (("--top-p", "1.5"), "top_p: expected a number in (0, 1], got 1.5"),
+    (("--logit-bias", "seven=1"), "--logit-bias: expected ID=VALUE, a token id and a number"),
+    (("--logit-bias", "7"), "--logit-bias: expected ID=VALUE"),
+    (("--logit-bias", "7=nan"), "logit_bias: expected pairs"),
+    (("--suppress-token", "99"), "suppress_tokens: expected token ids from 0 to 60, got 99"),
+    (("--bad-word", ""), "bad_words: expected strings with some text"),
+    (("--min-new-tokens", "999"), "min_new_tokens: expected a whole number from 0 to"),
+    (("--json-schema", "./nowhere"), "--json-schema: expected a readable file of UTF-8 text"),
+    (("--regex", "(a", "--json-schema", "pyproject.toml"), "json_schema: expected a JSON object"),
+    (("--regex", "(a", *SHORT), "grammar: expected stop tokens, with which a text"),
+    (("--logprobs", "3"), "--logprobs: expected --json beside it, got 3 without --json"),
     (("--top-p", "nan"), "top_p: expected a number in (0, 1], got nan"),
     (("--top-k", "0"), "top_k: expected a whole number >= 1, got 0"),
     (("--seed", "-1"), "seed: expected a whole number from 0"),
@@ -822,3 +934,202 @@ def test_train_evaluate_measures_a_drafter_and_shows_what_it_found(
     assert_refused(done, "other values of budgets")
     done = run("train", "evaluate", *fitting.options, *options, "--budgets", "8;16")
     assert_refused(done, "budgets: expected whole numbers with commas between them, got '8;16'")
+
+
+# Draft trees.
+
+
+def test_tree_prints_the_trees_of_the_first_rounds(run: Run, fitting: Folders) -> None:
+    done = run("tree", "hello", *fitting.options, *SHORT)
+    assert done.code == 0
+    headings = [line for line in done.out.splitlines() if line.startswith("round ")]
+    assert [line.split(":")[0] for line in headings] == ["round 0", "round 1", "round 2", "round 3"]
+    assert "16 nodes" in headings[1]
+    assert "bonus" in done.out
+    assert "ended by length" in done.err
+    assert "--rounds 4-" in done.err
+    assert not done.out.isascii()  # a pipe of this process takes UTF-8
+
+
+def test_tree_prints_the_rounds_and_nodes_that_are_asked_for(run: Run, fitting: Folders) -> None:
+    options = (*fitting.options, *SHORT, "--rounds", "2-3", "--budget", "8", "--max-nodes", "2")
+    done = run("tree", "hello", *options)
+    headings = [line for line in done.out.splitlines() if line.startswith("round ")]
+    assert [line.split(",")[0] for line in headings] == ["round 2: 8 nodes", "round 3: 8 nodes"]
+    assert done.out.count("more, less probable") == 2
+    assert "not shown" not in done.err
+
+
+@pytest.mark.parametrize("options", [("--method", "ar"), ("--budget", "0")])
+def test_tree_shows_rounds_without_a_draft(
+    options: tuple[str, ...], run: Run, fitting: Folders
+) -> None:
+    done = run("tree", "hello", *fitting.options, *SHORT, *options)
+    assert "round 1: not drafted, 1 token\n" in done.out
+
+
+def test_tree_writes_a_page_of_all_rounds_and_prints_nothing(
+    run: Run, fitting: Folders, pair: ddtree.Pair, tmp_path: Path
+) -> None:
+    page = tmp_path / "tree.html"
+    options = ("--html", str(page), "--raw", "--temperature", "1", "--seed", "3")
+    done = run("tree", "hello", *fitting.options, *SHORT, *options)
+    assert (done.code, done.out) == (0, "")
+    assert f"Wrote {page}" in done.err
+    sampled = {"budget": 16, "temperature": 1.0, "seed": 3, "max_new_tokens": 12, "raw": True}
+    expected = pair.generate("hello", **sampled)
+    data = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+    delivered = [piece for r in data["rounds"] for piece in r["delivered"]]
+    assert [piece["id"] for piece in delivered] == list(expected.token_ids)
+    assert "".join(piece["text"] for piece in delivered) == expected.text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--rounds", "3-2"), "--rounds: expected a round or a first and a last one, got '3-2'"),
+        (("--rounds", "-1"), "--rounds: expected a round or a first and a last one, got '-1'"),
+        (("--rounds", "90"), "--rounds: expected rounds from 0 to"),
+        (("--max-nodes", "-1"), "--max-nodes: expected a whole number >= 0, got -1"),
+        (("--html", "nowhere/tree.html"), "--html: expected a file in a folder that is there"),
+        (("--html", "."), "--html: expected a file in a folder that is there, got ."),
+        (("--html", "tree.html", "--rounds", "1"), "--rounds: expected none with --html"),
+        (("--html", "tree.html", "--max-nodes", "9"), "--max-nodes: expected none with --html"),
+        (("--raw", "--system", "x"), "--system: expected no system message with --raw"),
+        (("--budget", "few"), "budget: expected a whole number from 0 to 4096, or auto"),
+    ],
+)
+def test_tree_names_a_mistake_in_one_line(
+    options: tuple[str, ...],
+    named: str,
+    run: Run,
+    fitting: Folders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run("tree", "hello", *fitting.options, *SHORT, *options), named)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Traces, profiles, replays.
+
+
+def test_a_trace_and_a_profile_are_written_and_replayed(
+    run: Run, fitting: Folders, tmp_path: Path
+) -> None:
+    trace, profile = tmp_path / "t.jsonl", tmp_path / "p.json"
+    files = ("--trace", str(trace), "--trace-ranks", "20", "--profile", str(profile))
+    options = (*SHORT, "--budget", "8")
+    done = run("generate", "hello", *fitting.options, *options, *files)
+    assert done.code == 0
+    assert done.out == run("generate", "hello", *fitting.options, *options).out
+    assert f"{trace}: see `ddtree replay`" in done.err
+    assert f"{profile}: open it in ui.perfetto.dev" in done.err
+    assert {"X", "M"} == {e["ph"] for e in json.loads(profile.read_text())["traceEvents"]}
+    shown = run("replay", str(trace), "--budgets", "8,24")
+    assert (shown.code, shown.err) == (0, "")
+    for part in ("tree", "chain", "agrees", "24*", "1 text"):
+        assert part in shown.out
+    found = strict_json(run("replay", str(trace), "--json").out)
+    assert [(r["builder"], r["budget"]) for r in found["results"]] == [
+        (builder, budget) for builder in ("tree", "chain") for budget in (8, 16, 32)
+    ]
+    assert [r["agrees"] for r in found["results"]] == [True, *[None] * 5]
+    assert found["is_torn"] is False
+
+
+def test_with_json_the_files_are_written_without_a_word(
+    run: Run, fitting: Folders, tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("--method", "ar", "--json", "--trace", str(trace))
+    done = run("generate", "hello", *fitting.options, *SHORT, *options)
+    assert (done.code, done.err) == (0, "")
+    strict_json(done.out)
+    assert_refused(run("replay", str(trace)), "a generation that was drafted")
+
+
+def test_a_replay_that_is_not_what_happened_exits_1(
+    run: Run, fitting: Folders, tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("--method", "dflash", "--budget", "8", "--trace", str(trace))
+    assert run("generate", "hello", *fitting.options, *SHORT, *options).code == 0
+    trace.write_text(trace.read_text().replace('"dflash"', '"ddtree"'))
+    done = run("replay", str(trace), "--builders", "tree", "--budgets", "8")
+    assert done.code == 1
+    assert "differs from the real run first in round 0" in done.out
+
+
+def test_a_builder_of_ones_own_is_found_in_the_current_folder(
+    run: Run, fitting: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    options = ("--budget", "8", "--trace", str(trace))
+    assert run("generate", "hello", *fitting.options, *SHORT, *options).code == 0
+    name = "builder_of_a_user"
+    (tmp_path / f"{name}.py").write_text(
+        "from ddtree import build_tree, build_chain\n"
+        "none = 3\n"
+        "def half(marginals, root_id, budget):\n"
+        "    return build_tree(marginals, root_id, budget // 2)\n"
+        "def more(marginals, root_id, budget):\n"
+        "    return build_tree(marginals, root_id, budget + 1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    builders = ("--builders", f"tree,{name}:half", "--json")
+    done = run("replay", str(trace), "--budgets", "4,8", *builders)
+    four, _, _, half_of_eight = strict_json(done.out)["results"]
+    assert half_of_eight["builder"] == f"{name}:half"
+    assert half_of_eight["nodes_per_round"] == four["nodes_per_round"]
+    assert half_of_eight["acceptance_histogram"] == four["acceptance_histogram"]
+    for builder, named in (
+        (f"{name}:more", "builder: expected a ddtree.DraftTree of at most 8 nodes"),
+        (f"{name}:none", "--builders: expected a function 'none' in module"),
+        (f"{name}:nowhere", "--builders: expected a function 'nowhere' in module"),
+        ("no_such_module:f", "a module 'no_such_module' in this folder or installed"),
+        (":f", "--builders: expected a module ''"),
+        ("medusa", "--builders: expected different ones of tree, chain and module:function"),
+        ("tree,tree", "--builders: expected different ones of"),
+    ):
+        assert_refused(run("replay", str(trace), "--budgets", "8", "--builders", builder), named)
+
+
+@pytest.mark.parametrize("budgets", ["", "8,", "8,8", "auto", "-1", "4097", "1.5", "8;16"])
+def test_budgets_of_a_replay_are_different_numbers(budgets: str, run: Run) -> None:
+    done = run("replay", "t.jsonl", "--budgets", budgets)
+    assert_refused(done, "--budgets: expected different whole numbers from 0 to 4096")
+
+
+def test_a_trace_that_is_none_is_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text("hello\n")
+    assert_refused(run("replay", str(tmp_path / "t.jsonl")), "a first line that is no JSON")
+    assert_refused(run("replay", str(tmp_path / "none")), "none: expected a trace file")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--trace", "nowhere/t.jsonl"), "--trace: expected a file in a folder that is there"),
+        (("--profile", "."), "--profile: expected a file in a folder that is there"),
+        (("--trace-ranks", "8"), "--trace-ranks: expected a whole number >= 1, with --trace"),
+        (("--trace", "t", "--trace-ranks", "0"), "--trace-ranks: expected a whole number >= 1"),
+        (("--trace", "t", "--profile", "./t"), "--profile: expected another file than that of"),
+        (("--trace", "t", "--compare"), "--trace: expected one generation, without --compare"),
+        (("--profile", "t", "--compare"), "--profile: expected one generation, without"),
+    ],
+    ids=str,
+)
+def test_a_file_that_cannot_be_recorded_is_refused_before_any_work(
+    options: tuple[str, ...],
+    named: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("generate", "hello", "--target", "./nowhere", *options)
+    assert_refused(done, named)
+    assert list(tmp_path.iterdir()) == []

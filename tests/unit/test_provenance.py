@@ -7,8 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddtree import provenance
+from tests.support.drafters import right_for
+from tests.support.models import dflash_drafter, tiny_target
 
 
 def test_all_of_it_is_json() -> None:
@@ -50,3 +53,16 @@ def test_the_commit_is_the_packages_own_and_not_that_of_a_checkout_around_it(
     ):
         monkeypatch.setattr(provenance, "__file__", str(place / "provenance.py"))
         assert provenance.origin()["commit"] == found
+
+
+def test_a_drafter_is_told_by_its_weights_packed_or_not() -> None:
+    target = tiny_target("llama")
+    plain, packed, other = (dflash_drafter(target) for _ in range(3))
+    packed.pack()
+    said = provenance.drafter_digest(plain)
+    assert said is not None
+    assert provenance.drafter_digest(packed) == said
+    with torch.no_grad():
+        other.network.layers[0].mlp.up_proj.weight[0, 0] += 1
+    assert provenance.drafter_digest(other) != said
+    assert provenance.drafter_digest(right_for(1, [1, 2], 9, 1)) is None

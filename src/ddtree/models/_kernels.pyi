@@ -5,10 +5,10 @@ def linear(
     x: int, packed: int, bias: int, y: int, m: int, n: int, k: int, num_threads: int, /
 ) -> None: ...
 def attention(
-    query: tuple[int, int, int, int],
-    keys: tuple[int, int, int, int],
-    values: tuple[int, int, int, int],
-    mask: tuple[int, int, int],
+    query: tuple[int, ...],
+    keys: tuple[int, ...],
+    values: tuple[int, ...],
+    mask: tuple[int, ...],
     out: int,
     requests_rows_keys_open: tuple[int, int, int, int],
     heads_kv_heads_width: tuple[int, int, int],

@@ -25,7 +25,7 @@ _ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-_FORMAT_REMEDY = "Give a DFlash checkpoint in z-lab's format (docs/architecture.md, Drafters)."
+_FORMAT_REMEDY = "Give a DFlash checkpoint as it was published (docs/architecture.md, Drafters)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,9 @@ def _refuse_other_formats(raw: Mapping[str, Any], keys: _Keys, source: str) -> N
     if not isinstance(architectures, list):
         raise keys.error("architectures", "a list of names", repr(architectures))
     if "speculators_model_type" in raw:
-        raise refuse("the speculators format", "Use the z-lab release of the same drafter.")
+        raise refuse(
+            "the speculators format", "Load it with `load_drafter`, which reads both formats."
+        )
     second = ("conv_kernel_size", "selector_rank", "selector_top_k")
     if "DFlash2DraftModel" in architectures or any(keys.get(k) is not None for k in second):
         raise refuse("DFlash2", "Its convolutions and selector are not supported yet.")

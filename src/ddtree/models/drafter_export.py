@@ -72,12 +72,27 @@ def save_drafter(
     }
     with torch.device("meta"):
         check_tensors(tensors, DFlashNetwork(config), name)
+    write_folder(folder, texts, tensors)
+
+
+def write_folder(folder: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint's files, as `save_drafter` promises: whole or not at all.
+
+    Args:
+        folder: where.
+        texts: content by file name.
+        tensors: of `model.safetensors`; no two may share memory.
+
+    Raises:
+        OptionError: `folder` holds other files too.
+        CacheWriteError: no room or no permission.
+    """
     try:
         _check_replaceable(folder)
-        _write(folder, texts, tensors)
+        _write(folder, texts, dict(tensors))
     except (OSError, SafetensorError) as error:
         raise CacheWriteError(
-            name,
+            str(folder),
             expected="a folder that can be written, with room for the drafter",
             got=first_line(error),
             remedy="Free some space, or name another folder; an older drafter there is untouched.",
@@ -128,15 +143,27 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
     Raises:
         OptionError: layers with windows or causality that the format has no words for.
     """
+    depth = config.num_target_layers
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        **({} if depth is None else {"num_target_layers": depth}),
+        "dflash_config": _dflash_config(config),
+        **decoder_json(config),
+    }
+
+
+def decoder_json(config: DrafterConfig) -> dict[str, Any]:
+    """The keys that Qwen3 has words for: the decoder's sizes, its RoPE and its windows.
+
+    Raises:
+        OptionError: windows of several sizes.
+    """
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
     is_plain_rope = rope == {"rope_type": "default"}
     raw = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": config.block_size,
-        "num_target_layers": config.num_target_layers,
-        "dflash_config": _dflash_config(config),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,

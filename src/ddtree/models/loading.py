@@ -31,10 +31,14 @@ from ddtree.errors import (
     first_line,
     listed,
 )
-from ddtree.models.draft_vocabulary import read_draft_vocabulary
 from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
-from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
-from ddtree.models.drafter_weights import check_tensors, read_tensors
+from ddtree.models.drafter_checkpoint import (
+    SPECULATORS,
+    DrafterDeclaration,
+    read_checkpoint,
+    read_declaration,
+)
+from ddtree.models.drafter_config import DrafterConfig
 from ddtree.models.folder import CONFIG_PATTERNS, read_config, resolve_folder
 from ddtree.models.fused import fuse_layers
 from ddtree.models.packed import pack_linears
@@ -46,6 +50,7 @@ from ddtree.models.target import (
     pick_dtype,
     unsupported_architecture,
 )
+from ddtree.models.target_ends import check_copies, ends_of
 
 # How transformers fails on values that it does not check itself.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -110,40 +115,56 @@ def load_drafter(
     packed: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> DFlashDrafter:
-    """Load a DFlash drafter in z-lab's format and bind it to its target.
+    """Load a DFlash drafter in z-lab's or speculators' format and bind it to its target.
 
     Args:
         source: a hub id, a local folder, or an embedded alias.
         target: on whose device and in whose dtype the drafter will run.
         packed: see `load_target`; False where its weights are read or trained.
-        say: told what takes long.
+        say: told what takes long, and of a format that is not z-lab's.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
-        UnsupportedModelError: another format, refused by name.
+        UnsupportedModelError: another format, or an embedding or head that is not the target's.
         CheckpointError: tensors missing, left over or misshapen, or a broken draft vocabulary.
         PairMismatchError: made for another target.
     """
     name = str(source)
     folder = resolve_folder(name, argument="drafter", say=say)
-    config = parse_drafter_config(read_config(folder, "drafter"), f"{name}/config.json")
+    declared = read_declaration(folder, name)
+    config = declared.config
     check_pair(config, target.shape, name)
-    draft_token_ids = read_draft_vocabulary(folder, config, target.vocab_size, name)
-    with torch.device("meta"):
-        network = DFlashNetwork(config)
-    tensors = read_tensors(folder, name)
-    check_tensors(tensors, network, name)
+    read = read_checkpoint(folder, declared, vocab_size=target.vocab_size, name=name)
+    if declared.format == SPECULATORS:
+        check_copies(
+            ends_of(target),
+            embedding=read.embedding,
+            head=read.head,
+            draft_token_ids=read.draft_token_ids,
+            name=name,
+        )
+        if say is not None:
+            say(_described(declared, name))
     # RoPE frequencies are buffers that are computed, not loaded: build them for real, and cast the
     # weights alone, since in bfloat16 they would turn far positions by whole radians.
     network = DFlashNetwork(config)
-    weights = {key: tensor.to(target.dtype) for key, tensor in tensors.items()}
+    weights = {key: tensor.to(target.dtype) for key, tensor in read.tensors.items()}
     network.load_state_dict(weights, assign=True)
     drafter = DFlashDrafter(
-        network.to(target.device), target, name=name, draft_token_ids=draft_token_ids
+        network.to(target.device), target, name=name, draft_token_ids=read.draft_token_ids
     )
     if packed:
         drafter.pack()
     return drafter
+
+
+def _described(declared: DrafterDeclaration, name: str) -> str:
+    """One line about a drafter in speculators' format."""
+    config, verifier = declared.config, declared.verifier
+    made_for = "" if verifier is None else f", made for {verifier}"
+    size = config.draft_vocab_size or config.vocab_size
+    tokens = f"drafts {size} of {config.vocab_size} tokens"
+    return f"{name}: a drafter in speculators' format, {tokens}{made_for}"
 
 
 def read_target_shape(name: str) -> TargetShape:
@@ -169,7 +190,7 @@ def read_drafter_config(name: str) -> DrafterConfig:
         ModelNotFoundError, UnsupportedModelError, CheckpointError: see `load_drafter`.
     """
     folder = resolve_folder(name, argument="drafter", patterns=CONFIG_PATTERNS)
-    return parse_drafter_config(read_config(folder, "drafter"), f"{name}/config.json")
+    return read_declaration(folder, name).config
 
 
 def check_pair(config: DrafterConfig, target: TargetShape, name: str) -> None:

@@ -8,21 +8,24 @@ token, given that the walk stood at the token's parent: that is what a node's wo
 from __future__ import annotations
 
 import numpy as np
+import torch
 from jaxtyping import Float64
 from numpy import ndarray
 
+from ddtree.sampling import worth
+from ddtree.tree import native
 from ddtree.types import Marginals, Walk
 
-# Bins are even in log-odds: most tokens are near 0, and those near 1 matter most.
-_CENTRES = np.linspace(-7.0, 5.0, 13)
 # What a bin is thought to be worth before it has been seen counts as so many observations.
 _PRIOR_WEIGHT = 3.0
 # The same for the whole depth, in tokens expected to be chosen: a few rounds tell how good it is.
 _PRIOR_TOKENS = 1.5
-# A fit takes a tenth of a millisecond: after every round at first, then after every few.
-_FRESH_ROUNDS, _REFIT_ROUNDS = 32, 8
 # Older rounds fade, with this many rounds to half their weight.
 _HALF_LIFE_ROUNDS = 200.0
+
+# The compiled core takes a tenth of the time, which is most of what a round of budget "auto" adds.
+_count = native.count if native.AVAILABLE else worth.count
+_worth = native.worth if native.AVAILABLE else worth.worth
 
 
 class Calibration:
@@ -33,14 +36,10 @@ class Calibration:
     """
 
     def __init__(self, num_depths: int) -> None:
-        shape = (num_depths, _CENTRES.shape[0])
-        self._seen: Float64[ndarray, "L bins"] = np.zeros(shape)
-        self._hits: Float64[ndarray, "L bins"] = np.zeros(shape)
-        # Per depth: choices that were among the tokens said, and how many were to be expected.
-        self._chosen: Float64[ndarray, " L"] = np.zeros(num_depths)
-        self._expected: Float64[ndarray, " L"] = np.zeros(num_depths)
-        self._rounds = 0
-        self._table: Float64[ndarray, "L bins"] | None = None  # None: to be fitted anew
+        self._bins = _bins()
+        self._counts: Float64[ndarray, "L width"]
+        self._counts = np.zeros((num_depths, 2 * self._bins.shape[1] + 2))
+        self._fade = 0.5 ** (1.0 / _HALF_LIFE_ROUNDS)
 
     def observe(self, marginals: Marginals, walk: Walk) -> None:
         """Learn from one round: what the target chose at every row where the walk stood.
@@ -49,63 +48,26 @@ class Calibration:
         so each choice speaks of all ranks of its depth, those outside the tree included.
 
         Args:
-            marginals: as the drafter gave them, before `apply`.
+            marginals: as the drafter gave them, before `apply`; on the host.
             walk: where the target went.
         """
-        chosen = np.array(walk.token_ids[: marginals.num_depths], np.int64)
-        said = marginals.log_probs.to("cpu").numpy()[: chosen.shape[0]]
-        hits = marginals.token_ids.to("cpu").numpy()[: chosen.shape[0]] == chosen[:, None]
-        nearest = np.rint((_log_odds(said) - _CENTRES[0]) / (_CENTRES[1] - _CENTRES[0]))
-        bins = nearest.clip(0, _CENTRES.shape[0] - 1).astype(np.int64)
-        depths = np.broadcast_to(np.arange(chosen.shape[0])[:, None], bins.shape)
-        fade = 0.5 ** (1.0 / _HALF_LIFE_ROUNDS)
-        for sums in (self._seen, self._hits, self._chosen, self._expected):
-            sums *= fade
-        np.add.at(self._seen, (depths, bins), 1.0)
-        np.add.at(self._hits, (depths, bins), hits.astype(np.float64))
-        self._chosen[: chosen.shape[0]] += hits.any(axis=1)
-        self._expected[: chosen.shape[0]] += np.exp(said.astype(np.float64)).sum(axis=1)
-        self._rounds += 1
-        if self._rounds < _FRESH_ROUNDS or self._rounds % _REFIT_ROUNDS == 0:
-            self._table = None
+        log_probs, token_ids = marginals.log_probs.numpy(), marginals.token_ids.numpy()
+        _count(self._counts, self._bins, log_probs, token_ids, walk.token_ids, self._fade)
 
     def apply(self, marginals: Marginals) -> Marginals:
-        """The same tokens in the same order, with what their probabilities are worth."""
-        said = marginals.log_probs.to("cpu").numpy()
-        table = self._table = self.table() if self._table is None else self._table
-        odds = _log_odds(said)
-        worth = np.empty(said.shape, np.float32)
-        for depth, row in enumerate(odds):
-            # A shift in log-odds, so that an untouched calibration changes nothing but rounding.
-            worth[depth] = row + np.interp(row, _CENTRES, table[depth] - _CENTRES)
-        log_probs = -np.log1p(np.exp(-np.minimum.accumulate(worth, axis=1)))
-        log_probs[said == -np.inf] = -np.inf
-        return Marginals(marginals.log_probs.new_tensor(log_probs), marginals.token_ids)
+        """The same tokens in the same order, with what their probabilities are worth.
 
-    def table(self) -> Float64[ndarray, "L bins"]:
-        """Log-odds of being chosen per depth and bin, rising along each row."""
-        share = (self._chosen + _PRIOR_TOKENS) / (self._expected + _PRIOR_TOKENS)
-        prior = np.minimum(share, 1.0)[:, None] / (1.0 + np.exp(-_CENTRES))
-        rate = (self._hits + _PRIOR_WEIGHT * prior) / (self._seen + _PRIOR_WEIGHT)
-        weights = self._seen + _PRIOR_WEIGHT
-        rising = np.stack([_isotonic(r, w) for r, w in zip(rate, weights, strict=True)])
-        worth: Float64[ndarray, "L bins"] = np.log(rising) - np.log1p(-rising)
-        return worth
+        Args:
+            marginals: on the host.
+        """
+        log_probs = marginals.log_probs.numpy()
+        found = _worth(self._counts, self._bins, log_probs, _PRIOR_WEIGHT, _PRIOR_TOKENS)
+        return Marginals(torch.from_numpy(found), marginals.token_ids)
 
 
-def _log_odds(log_probs: Float64[ndarray, ...]) -> Float64[ndarray, ...]:
-    """Log-odds of probabilities, within the bins' range."""
-    p = np.clip(np.exp(log_probs.astype(np.float64)), 1e-9, 1 - 1e-6)
-    odds: Float64[ndarray, ...] = np.log(p) - np.log1p(-p)
-    return odds
-
-
-def _isotonic(values: Float64[ndarray, " n"], weights: Float64[ndarray, " n"]) -> ndarray:
-    """The rising sequence nearest to `values` in weighted squares: pool adjacent violators."""
-    blocks: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        blocks.append((value, weight, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (v1, w1, n1), (v2, w2, n2) = blocks[-2:]
-            blocks[-2:] = [((v1 * w1 + v2 * w2) / (w1 + w2), w1 + w2, n1 + n2)]
-    return np.concatenate([np.full(n, v) for v, _, n in blocks])
+def _bins() -> Float64[ndarray, "2 J"]:
+    """Log-probs: centres, and upper edges. Even in log-odds: most tokens are near 0, and those near
+    1 matter most."""
+    odds = np.linspace(-7.0, 5.0, 13)
+    bins: Float64[ndarray, "2 J"] = -np.log1p(np.exp(-np.stack([odds, odds + 0.5])))
+    return bins

@@ -21,7 +21,7 @@ from ddtree.config import DecodeConfig
 from ddtree.errors import OptionError
 from ddtree.models.target import Target
 from ddtree.prompt import check_fits, encode
-from ddtree.sampling.rule import Greedy, Sampling, rule_for
+from ddtree.sampling.rule import Greedy, Rule, rule_for
 from ddtree.train.prompts import TrainingPrompt
 from ddtree.train.responses import Response
 from ddtree.train.samples import Sample, favourites, to_half
@@ -98,7 +98,7 @@ class _Request:
     token_ids: list[int]
     num_prompt_tokens: int
     temperature: float
-    rule: Greedy | Sampling
+    rule: Rule
     recording: _Recording | None = None
 
     @property
@@ -239,8 +239,8 @@ class _Batch:
             if request is None:
                 continue
             token = most_probable[place]
-            if isinstance(request.rule, Sampling):
-                scores = request.rule.scores(logits[place], len(request.token_ids))
+            if not isinstance(request.rule, Greedy):
+                scores = request.rule.scores(logits[place], request.token_ids)
                 token = int(scores.argmax())
             if (answer := self._said(row, request, token)) is not None:
                 ended.append(answer)

@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +19,7 @@ from ddtree.journal import Journal, write_whole
 from ddtree.models.drafter import DFlashDrafter
 from ddtree.pair import Pair
 from ddtree.progress import stage_progress
+from ddtree.provenance import drafter_digest
 from ddtree.report import versions
 from ddtree.train import plots
 from ddtree.train.accuracy import CalibrationCurve
@@ -135,17 +135,9 @@ def _description(job: EvaluateJob, every: Sequence[SuitePrompt]) -> dict[str, ob
 
 
 def _identity(drafter: Drafter) -> dict[str, object]:
-    """The drafter by its content, so that a folder that was moved or trained on is told apart."""
     if not isinstance(drafter, DFlashDrafter):
         return {"drafter_kind": type(drafter).__name__}
-    tensors = dict(drafter.network.state_dict())
-    if drafter.draft_token_ids is not None:
-        tensors["draft_token_ids"] = drafter.draft_token_ids
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return {"drafter_config": asdict(drafter.config), "drafter_sha256": digest.hexdigest()}
+    return {"drafter_config": asdict(drafter.config), "drafter_sha256": drafter_digest(drafter)}
 
 
 def _measure(

@@ -6,3 +6,19 @@ def build_tree(
     log_probs: ndarray, token_ids: ndarray, root_id: int, budget: int
 ) -> bytearray | None: ...
 def ancestor_mask(parents: ndarray, mask: ndarray) -> None: ...
+def count(
+    counts: ndarray,
+    bins: ndarray,
+    log_probs: ndarray,
+    token_ids: ndarray,
+    chosen: tuple[int, ...],
+    fade: float,
+) -> None: ...
+def worth(
+    counts: ndarray,
+    bins: ndarray,
+    log_probs: ndarray,
+    out: ndarray,
+    prior_weight: float,
+    prior_tokens: float,
+) -> None: ...

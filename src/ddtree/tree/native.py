@@ -1,14 +1,15 @@
-"""The compiled core in `native/`: `reference.build_tree` and the ancestor mask, in microseconds.
+"""The compiled core in `native/`: trees, their masks and what nodes are worth, in microseconds.
 
-Equal to their readable twins bit for bit; what a tree is, is said there. The core is optional: an
-installation without a C compiler has `AVAILABLE` False, and `host` and `geometry` do without.
+`build_tree` and `ancestor_mask` equal their readable twins bit for bit, the other two but for
+rounding; what they do is said there. The core is optional: an installation without a C compiler
+has `AVAILABLE` False, and `host`, `geometry` and `sampling.calibration` do without.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float32, Float64, Int64
 from numpy import ndarray
 from torch import Tensor
 
@@ -52,13 +53,12 @@ def build_tree(marginals: Marginals, root_id: int, budget: int) -> DraftTree:
         HostMarginals.of(marginals)
         raise AssertionError("the core refuses marginals that HostMarginals accepts")
     num_rows = len(packed) // 24
-    narrow = np.frombuffer(packed, np.int32, offset=8 * num_rows).reshape(4, num_rows)
     return DraftTree(
         np.frombuffer(packed, np.int64, num_rows),
-        narrow[0],
-        narrow[1],
-        narrow[2],
-        narrow[3].view(np.float32),
+        np.frombuffer(packed, np.int32, num_rows, 8 * num_rows),
+        np.frombuffer(packed, np.int32, num_rows, 12 * num_rows),
+        np.frombuffer(packed, np.int32, num_rows, 16 * num_rows),
+        np.frombuffer(packed, np.float32, num_rows, 20 * num_rows),
     )
 
 
@@ -76,6 +76,45 @@ def ancestor_mask(tree: DraftTree) -> Bool[ndarray, "N N"]:
     mask: Bool[ndarray, "N N"] = np.empty((tree.num_rows, tree.num_rows), np.bool_)
     _native.ancestor_mask(np.ascontiguousarray(tree.parents), mask)
     return mask
+
+
+def count(
+    counts: Float64[ndarray, "L width"],
+    bins: Float64[ndarray, "2 J"],
+    log_probs: Float32[ndarray, "D K"],
+    token_ids: Int64[ndarray, "D K"],
+    chosen: tuple[int, ...],
+    fade: float,
+) -> None:
+    """Take in what the target chose: see `ddtree.sampling.worth.count`.
+
+    Raises:
+        BackendError: the core is not there.
+        ValueError: shapes that do not fit each other, or more than 64 bins.
+    """
+    _require()
+    log_probs, token_ids = np.ascontiguousarray(log_probs), np.ascontiguousarray(token_ids)
+    _native.count(counts, bins, log_probs, token_ids, chosen, fade)
+
+
+def worth(
+    counts: Float64[ndarray, "L width"],
+    bins: Float64[ndarray, "2 J"],
+    log_probs: Float32[ndarray, "D K"],
+    prior_weight: float,
+    prior_tokens: float,
+) -> Float32[ndarray, "D K"]:
+    """Log-probs as the counts have it: see `ddtree.sampling.worth.worth`.
+
+    Raises:
+        BackendError: the core is not there.
+        ValueError: shapes that do not fit each other, or more than 64 bins.
+    """
+    _require()
+    found: Float32[ndarray, "D K"] = np.empty(log_probs.shape, np.float32)
+    said = np.ascontiguousarray(log_probs)
+    _native.worth(counts, bins, said, found, prior_weight, prior_tokens)
+    return found
 
 
 def _host(values: Tensor, dtype: torch.dtype) -> ndarray:

@@ -288,6 +288,29 @@ def test_fewer_ranks_and_depths_are_the_first_of_all() -> None:
     assert more_than_there_are.num_ranks == VOCAB_SIZE
 
 
+def test_perturb_sees_the_logits_before_they_are_ranked_and_normalised() -> None:
+    drafter, _ = pair_of()
+    features = random_features(drafter)
+    seen: list[torch.Tensor] = []
+
+    def reversed_ranks(logits: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        assert token_ids is None
+        seen.append(logits)
+        return -logits
+
+    session = fed(drafter, features)
+    with torch.inference_mode():
+        plain = session.propose(ROOT, num_depths=3, num_ranks=VOCAB_SIZE)
+        turned = session.propose(ROOT, num_depths=3, num_ranks=4, perturb=reversed_ranks)
+    (logits,) = seen
+    assert logits.shape == (3, VOCAB_SIZE)
+    assert turned.token_ids.equal(plain.token_ids.flip(1)[:, :4])
+    torch.testing.assert_close(
+        turned.log_probs, (-logits).log_softmax(-1).gather(1, turned.token_ids)
+    )
+    assert proposed(session, num_depths=3).equal(proposed(fed(drafter, features), num_depths=3))
+
+
 def test_the_mask_token_may_be_drafted() -> None:
     """Its id is banned from nowhere: it may be a real token of the target."""
     drafter, naive = pair_of()

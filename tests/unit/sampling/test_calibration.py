@@ -71,7 +71,7 @@ def test_it_finds_what_probabilities_are_worth(temperature: float) -> None:
     rng = np.random.default_rng(0)
     calibration = Calibration(1)
     promised, hit = [], []
-    for step in range(2000):
+    for step in range(1500):
         q = np.sort(rng.dirichlet([0.7] * 3))[::-1].clip(1e-6)
         p = q ** (1 / temperature)
         token = int(rng.choice(3, p=p / p.sum()))
@@ -105,4 +105,21 @@ def test_what_comes_out_is_always_fit_for_a_builder(
         got = calibration.apply(said)
         HostMarginals.of(got)
         assert torch.equal(got.log_probs == -torch.inf, said.log_probs == -torch.inf)
-        assert (np.diff(calibration.table(), axis=1) >= -1e-12).all()
+
+
+def test_a_drafter_that_is_certain_and_never_right_is_soon_not_believed() -> None:
+    calibration, said = Calibration(1), marginals([1.0, 0.0, 0.0])
+    for _ in range(10):
+        calibration.observe(said, walk(99))
+    assert worth(calibration, said)[0, 0] < 0.1
+
+
+def test_more_said_is_never_worth_less() -> None:
+    rng = np.random.default_rng(0)
+    calibration, values = Calibration(1), np.geomspace(1.0, 1e-9, 400)
+    whole = Marginals(torch.from_numpy(np.log(values[None])).float(), torch.arange(400)[None])
+    for _ in range(50):
+        said = marginals(np.sort(rng.dirichlet([0.5] * 3))[::-1].tolist())
+        calibration.observe(said, walk(int(rng.choice([*IDS, 99]))))
+        HostMarginals.of(calibration.apply(whole))  # sorted, none above 0
+    assert np.ptp(worth(calibration, whole)) > 0.3

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddtree.sampling.noise import gumbel_noise
+from ddtree.sampling import noise as noise_module
+from ddtree.sampling.noise import Noise, gumbel_noise
 
 seeds = st.integers(0, 2**64 - 1)
 positions = st.integers(0, 2**40)
@@ -75,6 +76,18 @@ def test_noise_is_philox_of_seed_and_position_written_out(
         # float32 keeps 24 bits of u; the logarithms magnify that where u is near 1.
         rounding = 2**-24 / ((1 - u) * exponential) if u > 0.5 else 0.0
         assert actual == pytest.approx(-math.log(exponential), rel=1e-6, abs=1e-6 + rounding)
+
+
+@given(seeds, positions, st.sampled_from([1, 5, 8, 1000, 49_152]))
+def test_noise_is_bit_for_bit_that_of_the_first_version(
+    seed: int, position: int, vocab_size: int
+) -> None:
+    """One seed must give one text in every version, on one machine."""
+    bits = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw((vocab_size + 1) // 2)
+    uniform = bits.view(np.uint32)[:vocab_size].astype(np.float32)
+    uniform = (uniform + np.float32(0.5)) * np.float32(2.0**-32)
+    exponential = -torch.log1p(-torch.from_numpy(uniform).clamp_(max=1 - 2.0**-24))
+    assert torch.equal(gumbel_noise(seed, position, vocab_size), -torch.log(exponential))
 
 
 @given(seeds, positions, st.integers(1, 300))
@@ -159,3 +172,43 @@ def test_noise_is_float32_of_the_vocabularys_size_even_if_odd() -> None:
         noise = gumbel_noise(0, 0, vocab_size)
         assert noise.dtype == torch.float32
         assert noise.shape == (vocab_size,)
+
+
+# What is kept.
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The positions that were drawn, in order."""
+    positions: list[int] = []
+
+    def counted(seed: int, position: int, vocab_size: int, device: object) -> torch.Tensor:
+        positions.append(position)
+        return gumbel_noise(seed, position, vocab_size)
+
+    monkeypatch.setattr(noise_module, "gumbel_noise", counted)
+    return positions
+
+
+def test_a_kept_row_is_the_noise_of_its_seed_and_position() -> None:
+    noise = Noise(7)
+    for position in (3, 4, 3, 900):
+        assert torch.equal(noise.row(position, 50), gumbel_noise(7, position, 50))
+
+
+def test_a_row_is_drawn_once_until_its_position_is_decided(drawn: list[int]) -> None:
+    noise = Noise(7)
+    for _ in range(3):
+        for position in (5, 6, 7):
+            noise.row(position, 50)
+    noise.forget_before(7)
+    noise.row(7, 50)
+    assert drawn == [5, 6, 7]
+    noise.row(6, 50)
+    assert drawn == [5, 6, 7, 6]
+
+
+def test_a_row_of_another_size_is_drawn_anew(drawn: list[int]) -> None:
+    noise = Noise(7)
+    assert [noise.row(5, size).shape[0] for size in (50, 60, 60, 50)] == [50, 60, 60, 50]
+    assert drawn == [5, 5, 5]

@@ -12,7 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from ddtree.config import DecodeConfig
 from ddtree.sampling.noise import gumbel_noise
@@ -27,7 +33,12 @@ LOGITS_5 = torch.tensor([1.2, -0.3, 0.8, 0.1, -1.1])
 
 
 def hugging_face(
-    logits_V: Tensor, temperature: float, top_k: int | None, top_p: float | None
+    logits_V: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None = None,
+    typical_p: float | None = None,
 ) -> Tensor:
     scores, no_ids = logits_V.float()[None], torch.zeros(1, 0, dtype=torch.long)
     scores = TemperatureLogitsWarper(temperature)(no_ids, scores)
@@ -35,6 +46,10 @@ def hugging_face(
         scores = TopKLogitsWarper(top_k)(no_ids, scores)
     if top_p is not None and top_p < 1.0:  # as generate() does
         scores = TopPLogitsWarper(top_p)(no_ids, scores)
+    if min_p is not None:
+        scores = MinPLogitsWarper(min_p)(no_ids, scores)
+    if typical_p is not None and typical_p < 1.0:  # as generate() does
+        scores = TypicalLogitsWarper(typical_p)(no_ids, scores)
     return scores[0]
 
 
@@ -66,6 +81,8 @@ def noise_of_seeds() -> Tensor:
 
 top_ks = st.none() | st.integers(1, 12)
 top_ps = st.none() | st.sampled_from([0.05, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0])
+min_ps = st.none() | st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.99, 1.0])
+typical_ps = st.none() | st.sampled_from([0.05, 0.3, 0.6, 0.95, 1.0])
 
 
 @given(
@@ -74,19 +91,24 @@ top_ps = st.none() | st.sampled_from([0.05, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0])
     st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]),
     top_ks,
     top_ps,
+    min_ps,
+    typical_ps,
     st.integers(0, 3),
 )
-@settings(max_examples=200)
+@settings(max_examples=250)
 def test_processing_equals_hugging_face_ties_and_banned_tokens_included(
     values: list[float],
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    min_p: float | None,
+    typical_p: float | None,
     num_banned: int,
 ) -> None:
     logits = torch.tensor([-math.inf] * min(num_banned, len(values) - 1) + values)
-    ours = process_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    theirs = hugging_face(logits, temperature, top_k, top_p)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    ours = process_logits(logits, temperature=temperature, **filters)
+    theirs = hugging_face(logits, temperature, **filters)
     assert torch.equal(ours.isneginf(), theirs.isneginf())
     torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), rtol=0, atol=1e-5)
 
@@ -103,6 +125,27 @@ def test_processing_equals_hugging_face_on_a_large_vocabulary(
     theirs = hugging_face(logits, temperature, top_k, top_p)
     assert torch.equal(ours.isneginf(), theirs.isneginf())
     torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), rtol=0, atol=1e-4)
+
+
+def test_min_p_keeps_what_is_p_times_as_probable_as_the_best() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    processed = process_logits(logits, temperature=1.0, min_p=0.5)
+    assert processed.isfinite().tolist() == [True, True, False, False]
+
+
+def test_typical_p_takes_the_tokens_nearest_to_the_expected_surprise_first() -> None:
+    # Surprises 0.92, 1.20, 1.61, 2.30; 1.28 is expected: the second is nearest, the first not far.
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    kept = {
+        mass: process_logits(logits, temperature=1.0, typical_p=mass).isfinite().tolist()
+        for mass in (0.2, 0.4, 0.6, 0.95)
+    }
+    assert kept == {
+        0.2: [False, True, False, False],
+        0.4: [False, True, True, False],
+        0.6: [True, True, True, False],
+        0.95: [True, True, True, True],
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -159,7 +202,7 @@ def test_greedy_takes_the_argmax_of_the_row_asked_for() -> None:
 
 
 def test_greedy_scores_are_the_logits_in_float32() -> None:
-    assert torch.equal(Greedy().scores(LOGITS_5.bfloat16(), 3), LOGITS_5.bfloat16().float())
+    assert torch.equal(Greedy().scores(LOGITS_5.bfloat16(), [0, 0, 0]), LOGITS_5.bfloat16().float())
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 50), st.integers(0, 2))
@@ -170,7 +213,7 @@ def test_sampling_takes_the_argmax_of_processed_logits_and_the_positions_noise(
     rule = Sampling(temperature=0.8, top_k=4, top_p=0.95, seed=seed)
     processed = process_logits(logits[row], temperature=0.8, top_k=4, top_p=0.95)
     scores = processed + gumbel_noise(seed, position, 5)
-    assert torch.equal(rule.scores(logits[row], position), scores)
+    assert torch.equal(rule.scores(logits[row], [0] * position), scores)
     assert rule.chooser(logits)(row, [0] * position) == scores.argmax()
 
 
@@ -184,9 +227,8 @@ def test_only_the_row_and_the_number_of_tokens_matter(seed: int, row: int) -> No
 
 def test_rule_for_passes_the_options_on() -> None:
     assert rule_for(DecodeConfig(temperature=0, top_k=3)) == Greedy()
-    assert rule_for(DecodeConfig(temperature=0.5, top_k=3, top_p=0.9, seed=8)) == Sampling(
-        temperature=0.5, top_k=3, top_p=0.9, seed=8
-    )
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8}
+    assert rule_for(DecodeConfig(**options, seed=8)) == Sampling(**options, seed=8)
 
 
 # --- exact in distribution ---

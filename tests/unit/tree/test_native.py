@@ -11,9 +11,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import ddtree.sampling
 import ddtree.tree
 from ddtree.decode import BUILDERS
 from ddtree.errors import BackendError, MarginalsError
+from ddtree.sampling import calibration, worth
 from ddtree.tree import geometry, host, native, reference
 from ddtree.types import DraftTree, HostMarginals, Marginals
 from tests.unit.tree.test_geometry import random_trees
@@ -43,6 +45,7 @@ def test_the_core_was_built() -> None:
     assert native.AVAILABLE
     assert host.build_tree is native.build_tree
     assert host.describe() == "compiled"
+    assert calibration._worth is native.worth
 
 
 def test_decoding_uses_the_builder_of_this_host() -> None:
@@ -257,6 +260,77 @@ def test_a_parent_that_does_not_come_first_is_an_error(parents: list[int]) -> No
         native.ancestor_mask(tree)
 
 
+@st.composite
+def calibrations(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
+    """Counts of no rounds, bins, and rounds: log-probs with -inf, 0 and ties, ids, choices."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_depths, num_bins = draw(st.integers(1, 7)), draw(st.integers(1, 13))
+    odds = np.sort(rng.choice(np.linspace(-7, 5, 49), num_bins, replace=False))
+    bins = -np.log1p(np.exp(-np.stack([odds, odds + 0.125])))
+    rounds = []
+    for _ in range(draw(st.integers(0, 12))):
+        shape = (draw(st.integers(1, num_depths)), draw(st.integers(1, 20)))
+        log_probs = -rng.exponential(draw(st.sampled_from([0.1, 2.0])), shape)
+        log_probs[rng.random(shape) < 0.1] = draw(st.sampled_from([-INF, 0.0, -3.0]))
+        ids = rng.integers(0, draw(st.sampled_from([3, 50])), shape)
+        chosen = tuple(rng.integers(0, 3, draw(st.integers(0, num_depths + 1))).tolist())
+        rounds.append((-np.sort(-log_probs).astype(np.float32), ids, chosen))
+    return np.zeros((num_depths, 2 * num_bins + 2)), bins, rounds
+
+
+@given(calibrations(), st.sampled_from([0.5, 3.0]), st.sampled_from([0.1, 1.5]))
+@settings(max_examples=30)
+def test_what_is_counted_and_what_it_is_worth_equal_the_readable_twin(
+    learnt: tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]],
+    prior_weight: float,
+    prior_tokens: float,
+) -> None:
+    counts, bins, rounds = learnt
+    expected = counts.copy()
+    for said, ids, chosen in rounds:
+        native.count(counts, bins, said, ids, chosen, 0.9)
+        worth.count(expected, bins, said, ids, chosen, 0.9)
+        np.testing.assert_allclose(counts, expected, rtol=1e-9, atol=1e-12)
+        fast, readable = (
+            twin.worth(counts, bins, said, prior_weight, prior_tokens) for twin in (native, worth)
+        )
+        np.testing.assert_allclose(fast, readable, rtol=1e-5, atol=1e-6)
+        HostMarginals.of(Marginals(torch.from_numpy(fast), torch.from_numpy(ids)))
+
+
+def test_what_a_nan_is_worth_is_for_the_builder_to_refuse() -> None:
+    said = np.array([[-0.5, np.nan, -2.0]], np.float32)
+    bins = np.log([[0.1, 0.9], [0.5, 1.0]])
+    assert np.isnan(native.worth(np.zeros((1, 6)), bins, said, 3.0, 1.5)[0, 1])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_binding_refuses_counts_that_it_cannot_use() -> None:
+    counts, bins = np.zeros((2, 6)), np.zeros((2, 2))
+    said, ids = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.int64)
+    with pytest.raises(ValueError, match=r"log_probs \[D <= L, K\]"):
+        native.worth(counts[:1], bins, said, 3.0, 1.5)
+    with pytest.raises(ValueError, match=r"bins \[2, J\]"):
+        native.worth(np.zeros((2, 7)), bins, said, 3.0, 1.5)
+    with pytest.raises(ValueError, match=r"bins \[2, J\]"):
+        native.worth(np.zeros((2, 132)), np.zeros((2, 65)), said, 3.0, 1.5)
+    with pytest.raises(ValueError, match="token_ids"):
+        native.count(counts, bins, said, ids[:1], (1,), 0.9)
+    with pytest.raises(ValueError, match="out"):
+        native._native.worth(counts, bins, said, said[:1].copy(), 3.0, 1.5)
+    with pytest.raises(TypeError, match="bins: expected items"):
+        native.worth(counts, bins.astype(np.float32), said, 3.0, 1.5)
+    with pytest.raises(TypeError, match="chosen: expected a tuple"):
+        native.count(counts, bins, said, ids, [1], 0.9)
+    with pytest.raises(OverflowError):
+        native.count(counts, bins, said, ids, (2**63,), 0.9)
+    frozen = counts.copy()
+    frozen.setflags(write=False)
+    with pytest.raises((ValueError, BufferError), match=r"read-only|not writable"):
+        native.count(frozen, bins, said, ids, (1,), 0.9)
+    assert not counts.any()
+
+
 def test_a_missing_core_is_an_error_where_it_was_asked_for_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,6 +341,11 @@ def test_a_missing_core_is_an_error_where_it_was_asked_for_and_nowhere_else(
         native.build_tree(ROUNDS_TO_TIES, ROOT, 13)
     with pytest.raises(BackendError, match="Install a C compiler and reinstall"):
         native.ancestor_mask(tree)
+    said, bins = np.zeros((1, 2), np.float32), np.log([[0.1, 0.9], [0.5, 1.0]])
+    with pytest.raises(BackendError, match="Install a C compiler and reinstall"):
+        native.worth(np.zeros((1, 6)), bins, said, 3.0, 1.5)
+    with pytest.raises(BackendError, match="Install a C compiler and reinstall"):
+        native.count(np.zeros((1, 6)), bins, said, np.zeros((1, 2), np.int64), (1,), 0.9)
     assert (geometry.ancestor_mask(tree) == expected).all()
 
 
@@ -288,3 +367,6 @@ def test_without_the_core_the_reference_builds_and_doctor_has_the_remedy(
     )
     tree = fresh["host"].build_tree(ROUNDS_TO_TIES, ROOT, 13)
     assert (fresh["geometry"].ancestor_mask(tree) == native.ancestor_mask(tree)).all()
+    monkeypatch.delitem(sys.modules, "ddtree.sampling.calibration")
+    monkeypatch.delattr(ddtree.sampling, "calibration")
+    assert import_module("ddtree.sampling.calibration")._worth is worth.worth
