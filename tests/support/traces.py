@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ddtree.config import DecodeConfig
 from ddtree.pair import Pair
-from ddtree.recording import Recording
-from ddtree.trace import TracedGeneration
+from ddtree.tracing.recording import Recording
+from ddtree.tracing.trace import TracedGeneration
 from ddtree.types import Generation
 
 

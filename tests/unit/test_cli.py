@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 import ddtree
-from ddtree import cli
+from ddtree.cli import app as cli
 from ddtree.models import folder as model_folder
 from ddtree.types import METHODS
 from tests.support.checkpoints import edit_json, write_drafter, write_target
@@ -30,7 +30,7 @@ from tests.support.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-PROGRAM = "from ddtree.cli import main; main()"
+PROGRAM = "from ddtree.cli.app import main; main()"
 SHORT = ("--max-new-tokens", "12")
 
 

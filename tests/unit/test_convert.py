@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddtree.cli import main
+from ddtree.cli.app import main
 from ddtree.convert import Conversion, convert
 from ddtree.errors import (
     CacheWriteError,

@@ -83,10 +83,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "train.peers",
         "train.workers",
     ),
-    ("chrome_trace", "convert", "trace"),
-    ("trace_file",),
-    ("recording", "replay"),
-    ("replay_report",),
+    ("convert", "tracing", "tracing.chrome_trace", "tracing.trace"),
+    ("tracing.trace_file",),
+    ("tracing.recording", "tracing.replay"),
+    ("tracing.replay_report",),
     ("viewer", "viewer.layout", "viewer.scenes", "viewer.token_names"),
     ("viewer.tree_page", "viewer.tree_text"),
     ("train.network", "train.objective", "train.prompts", "train.samples", "train.schedule"),
@@ -112,9 +112,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench.outside", "bench.workloads"),
     ("bench.runner",),
     ("bench.run_bench",),
-    ("cli_options", "cli_prompt", "cli_record", "cli_replay", "cli_sampling"),
-    ("cli_bench", "cli_convert", "cli_train", "cli_tree"),
-    ("cli",),
+    ("cli", "cli.options", "cli.prompt", "cli.record", "cli.replay", "cli.sampling"),
+    ("cli.bench", "cli.convert", "cli.train", "cli.tree"),
+    ("cli.app",),
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # `ddtree` itself re-exports from everywhere, lazily; below it, only this name is taken from it.

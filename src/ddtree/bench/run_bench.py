@@ -21,8 +21,8 @@ from ddtree.journal import Journal, write_whole
 from ddtree.models.drafter import DFlashDrafter
 from ddtree.progress import stage_progress
 from ddtree.provenance import drafter_digest, origin
-from ddtree.recording import card_of
-from ddtree.trace_file import TraceWriter
+from ddtree.tracing.recording import card_of
+from ddtree.tracing.trace_file import TraceWriter
 
 _CARD = "bench.json"
 _TOLD_DIFFERENCES = 8

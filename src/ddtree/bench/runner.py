@@ -21,8 +21,8 @@ from ddtree.errors import ContextLengthError, OptionError
 from ddtree.models.target import Target
 from ddtree.pair import Pair
 from ddtree.prompt import check_fits, encode
-from ddtree.recording import NUM_RANKS, Recording
-from ddtree.trace_file import TraceWriter
+from ddtree.tracing.recording import NUM_RANKS, Recording
+from ddtree.tracing.trace_file import TraceWriter
 from ddtree.types import Generation
 
 _WARM_UP_TOKENS = 8

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from ddtree import cli
 from ddtree.bench import runner
 from ddtree.bench.records import ArmRecord, read_run
-from ddtree.replay import first_difference, replay
-from ddtree.trace_file import read_trace
+from ddtree.cli import app as cli
+from ddtree.tracing.replay import first_difference, replay
+from ddtree.tracing.trace_file import read_trace
 from ddtree.tree.host import build_tree
 from tests.support.checkpoints import write_drafter, write_target
 
@@ -170,7 +170,7 @@ def test_a_mistake_is_named_before_a_model_is_loaded(
     options: tuple[str, ...], named: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddtree.cli_bench.load_pair", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("ddtree.cli.bench.load_pair", lambda *_, **__: pytest.fail("loaded"))
     done = run(*options)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: ")
@@ -181,7 +181,7 @@ def test_a_mistake_is_named_before_a_model_is_loaded(
 def test_a_report_that_could_not_be_drawn_is_no_surprise_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddtree.cli_bench.load_pair", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("ddtree.cli.bench.load_pair", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("ddtree.bench.plots.find_spec", lambda name: None)
     done = run("--out", "x")
     assert done.code == 2

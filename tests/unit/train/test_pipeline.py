@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ddtree
-from ddtree import cli
+from ddtree.cli import app as cli
 from ddtree.train.pipeline import TrainJob
 from ddtree.train.run_fit import FitJob
 from tests.support.checkpoints import write_target

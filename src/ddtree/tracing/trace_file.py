@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from ddtree.errors import TraceError, first_line
 from ddtree.journal import write_whole, writing
-from ddtree.trace import (
+from ddtree.tracing.trace import (
     FORMAT,
     VERSION,
     TraceCard,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ddtree.cli_options import (
+from ddtree.cli.options import (
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -17,7 +17,7 @@ from ddtree.cli_options import (
     load_pair,
     say,
 )
-from ddtree.cli_prompt import Request, parse_budget, read_prompt
+from ddtree.cli.prompt import Request, parse_budget, read_prompt
 from ddtree.config import AUTO, DecodeConfig
 from ddtree.errors import OptionError
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ddtree.cli_options import (
+from ddtree.cli.options import (
     DeviceOption,
     DrafterOption,
     DtypeOption,

@@ -24,7 +24,7 @@ from ddtree.prefill import Prefilled
 from ddtree.provenance import origin
 from ddtree.sampling.coupling import Coupling, CouplingWeights, Perturb
 from ddtree.sampling.rule import sampling_of
-from ddtree.trace import TraceCard, TracedGeneration, TracedRound
+from ddtree.tracing.trace import TraceCard, TracedGeneration, TracedRound
 from ddtree.types import Generation, HostMarginals, Marginals
 
 NUM_RANKS = 64

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddtree.chrome_trace import profile_json, write_profile
 from ddtree.config import DecodeConfig
 from ddtree.errors import CacheWriteError
 from ddtree.pair import Pair
-from ddtree.recording import Recording
+from ddtree.tracing.chrome_trace import profile_json, write_profile
+from ddtree.tracing.recording import Recording
 from ddtree.tree.reference import build_tree
 from ddtree.types import Generation, Marginals, Round, StageSpan
 from tests.support.disk import fill_disk

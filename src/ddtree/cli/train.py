@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ddtree.cli_options import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair
+from ddtree.cli.options import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair
 from ddtree.errors import OptionError
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ def replay(
     """Say how other builders and budgets would have drafted recorded texts, without a model."""
     sizes = parse_budgets(budgets)
     named = parse_builders(builders)
-    from ddtree import replay_report
-    from ddtree.trace_file import read_trace
+    from ddtree.tracing import replay_report
+    from ddtree.tracing.trace_file import read_trace
 
     trace = read_trace(file)
     if trace.is_torn and not as_json:

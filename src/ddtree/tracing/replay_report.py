@@ -16,9 +16,9 @@ from rich.table import Table
 
 from ddtree.budget import Builder
 from ddtree.errors import TraceError
-from ddtree.replay import Replay, first_difference, replay
-from ddtree.trace import TracedGeneration
-from ddtree.trace_file import Trace
+from ddtree.tracing.replay import Replay, first_difference, replay
+from ddtree.tracing.trace import TracedGeneration
+from ddtree.tracing.trace_file import Trace
 
 # By which name a replay knows the builder of a recorded method.
 BUILDER_OF = {"ddtree": "tree", "dflash": "chain"}

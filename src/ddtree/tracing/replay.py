@@ -4,8 +4,8 @@ The text is the target's own choice at every position, so a round can begin anyw
 replay asks the trace what the drafter proposes there, builds a tree, and walks it along the text as
 decoding would. Knows nothing of time: how long the rounds would take is not replayed.
 
-from ddtree.replay import replay
-from ddtree.trace_file import read_trace
+from ddtree.tracing.replay import replay
+from ddtree.tracing.trace_file import read_trace
 generation = read_trace(Path("t.jsonl")).generations[0]
 print(replay(generation, ddtree.build_tree, 32).acceptance_length)
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ddtree.budget import Builder
 from ddtree.errors import BuilderError, TraceError
-from ddtree.trace import TracedGeneration
+from ddtree.tracing.trace import TracedGeneration
 from ddtree.types import DraftTree, FinishReason, HostMarginals, Marginals, Round
 from ddtree.walk import walk
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree.cli_options import say
+from ddtree.cli.options import say
 
 
 def convert(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ddtree.config import DecodeConfig
     from ddtree.decode import Stages
     from ddtree.pair import Pair
-    from ddtree.recording import Recording
+    from ddtree.tracing.recording import Recording
     from ddtree.types import Generation
 
 TraceOption = Annotated[
@@ -86,7 +86,7 @@ class RecordFiles:
         """Hears what the files need; None where none is wanted."""
         if self.trace is None and self.profile is None:
             return None
-        from ddtree.recording import Recording
+        from ddtree.tracing.recording import Recording
 
         return Recording(pair, config, proposals=self.trace is not None)
 
@@ -103,9 +103,9 @@ class RecordFiles:
         Raises:
             CacheWriteError: no room on the disk, or no permission.
         """
-        from ddtree.chrome_trace import write_profile
-        from ddtree.recording import NUM_RANKS, card_of
-        from ddtree.trace_file import write_trace
+        from ddtree.tracing.chrome_trace import write_profile
+        from ddtree.tracing.recording import NUM_RANKS, card_of
+        from ddtree.tracing.trace_file import write_trace
 
         if self.profile is not None:
             write_profile(self.profile, generation, len(recording.prompt_ids))

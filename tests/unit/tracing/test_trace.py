@@ -13,9 +13,9 @@ import torch
 from ddtree.errors import CacheWriteError, TraceError
 from ddtree.models.target import Target
 from ddtree.pair import Pair
-from ddtree.recording import card_of
-from ddtree.trace import TraceCard, TracedGeneration, parse_marginals
-from ddtree.trace_file import TraceWriter, read_trace, write_trace
+from ddtree.tracing.recording import card_of
+from ddtree.tracing.trace import TraceCard, TracedGeneration, parse_marginals
+from ddtree.tracing.trace_file import TraceWriter, read_trace, write_trace
 from ddtree.types import HostMarginals, Marginals, StageSeconds
 from tests.support import drafters
 from tests.support.disk import fill_disk

@@ -15,10 +15,10 @@ from ddtree.decode import BUILDERS
 from ddtree.errors import BuilderError, TraceError
 from ddtree.models.target import Target
 from ddtree.pair import Pair
-from ddtree.replay import first_difference, replay
-from ddtree.replay_report import Outcome, outcome_json, outcomes, show
-from ddtree.trace import TraceCard, TracedGeneration
-from ddtree.trace_file import Trace
+from ddtree.tracing.replay import first_difference, replay
+from ddtree.tracing.replay_report import Outcome, outcome_json, outcomes, show
+from ddtree.tracing.trace import TraceCard, TracedGeneration
+from ddtree.tracing.trace_file import Trace
 from ddtree.tree.chain import build_chain
 from ddtree.tree.reference import build_tree
 from ddtree.types import DraftTree, Generation, Marginals, Round

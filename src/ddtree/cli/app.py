@@ -1,4 +1,4 @@
-"""The command line: `ddtree generate`, `bench` (cli_bench), `train` (cli_train) and `doctor`.
+"""The program: `ddtree generate`, `doctor`, and the commands of the other files beside this one.
 
 Text goes to standard output as it comes, everything else to standard error, so that output can be
 piped. A user's mistake is one line and exit code 2.
@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 
 from ddtree import __version__
-from ddtree.cli_bench import bench
-from ddtree.cli_convert import convert
-from ddtree.cli_options import (
+from ddtree.cli.bench import bench
+from ddtree.cli.convert import convert
+from ddtree.cli.options import (
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -24,16 +24,16 @@ from ddtree.cli_options import (
     load_pair,
     say,
 )
-from ddtree.cli_prompt import Request, parse_budget, read_prompt
-from ddtree.cli_record import (
+from ddtree.cli.prompt import Request, parse_budget, read_prompt
+from ddtree.cli.record import (
     ProfileOption,
     RecordFiles,
     TraceOption,
     TraceRanksOption,
     observer,
 )
-from ddtree.cli_replay import replay
-from ddtree.cli_sampling import (
+from ddtree.cli.replay import replay
+from ddtree.cli.sampling import (
     BadWordOption,
     FrequencyPenaltyOption,
     JsonSchemaOption,
@@ -50,8 +50,8 @@ from ddtree.cli_sampling import (
     logit_bias,
     refuse_logprobs_without_json,
 )
-from ddtree.cli_train import train
-from ddtree.cli_tree import tree
+from ddtree.cli.train import train
+from ddtree.cli.tree import tree
 from ddtree.config import AUTO, DecodeConfig
 from ddtree.errors import UserError
 

@@ -1,0 +1,1 @@
+"""Rounds written down, replayed with other trees, and drawn as a timeline."""
