@@ -30,7 +30,7 @@ from ddtree.sampling.coupling import Coupling
 from ddtree.sampling.noise import Noise
 from ddtree.types import Generation
 
-PROMPTS = Path(__file__).parent / "prompts"
+PROMPTS = Path(ddtree.__file__).parent / "assets" / "prompts"
 RESAMPLES = 2000
 
 

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def prompts(limit: int) -> list[str]:
-    files = sorted((Path(__file__).parent / "prompts").glob("*.jsonl"))
+    files = sorted((Path(ddtree.__file__).parent / "assets" / "prompts").glob("*.jsonl"))
     return [
         json.loads(line)["turns"][0]
         for file in files

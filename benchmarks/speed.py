@@ -30,7 +30,7 @@ from ddtree.provenance import origin
 from ddtree.report import generation_json
 
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
-PROMPTS = Path(__file__).parent / "prompts"
+PROMPTS = Path(ddtree.__file__).parent / "assets" / "prompts"
 
 
 @dataclass(frozen=True)

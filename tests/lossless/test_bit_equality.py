@@ -77,7 +77,7 @@ def stepwise(target: Target, prompt: torch.Tensor, tokens: list[int]) -> torch.T
 
 @pytest.mark.skipif(best_layout() is not PanelLinear, reason="oneDNN rounds by the number of rows")
 @pytest.mark.parametrize("name", [*NAMES, "qwen3"])
-@torch.inference_mode()
+@torch.no_grad()
 def test_rows_of_a_tree_have_the_bits_of_plain_decoding(name: str) -> None:
     target = qwen3() if name == "qwen3" else loaded(name)
     prompt = torch.arange(13) % VOCAB_SIZE

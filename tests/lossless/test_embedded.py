@@ -15,7 +15,7 @@ from ddtree.types import METHODS
 
 pytestmark = pytest.mark.embedded
 
-PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts"
+PROMPTS = Path(ddtree.__file__).parent / "assets" / "prompts"
 NUM_NEW = 20
 
 

@@ -382,7 +382,7 @@ BROKEN_TENSORS: list[tuple[type[Exception], Callable[[Tensors], object], tuple[s
 ]
 
 
-@pytest.mark.parametrize(("kind", "edit", "named"), BROKEN_TENSORS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("kind", "edit", "named"), BROKEN_TENSORS)
 def test_broken_tensors_are_named(
     kind: type[Exception],
     edit: Callable[[Tensors], object],
