@@ -65,8 +65,10 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 @functools.cache
 def tiny_model(architecture: str) -> PreTrainedModel:
     """A tiny model with fixed random weights; shared, so leave it as you found it."""
-    torch.manual_seed(sorted(ARCHITECTURES).index(architecture))
-    return ARCHITECTURES[architecture]().eval()
+    # The first who asks may do so in inference mode, which its weights must not inherit.
+    with torch.inference_mode(False):
+        torch.manual_seed(sorted(ARCHITECTURES).index(architecture))
+        return ARCHITECTURES[architecture]().eval()
 
 
 def tiny_target(architecture: str) -> Target:
