@@ -346,11 +346,26 @@ class Pair:
 
     @cached_property
     def experience(self) -> Experience:
-        """What budget "auto" knows of this pair; the first access measures, if nobody has before.
+        """What budget "auto" knows of this pair, greedy; the first access measures, if nobody has.
 
         Costs measured are kept in the cache folder, by machine, versions and models.
         """
         return self._measured(None)
+
+    @cached_property
+    def _experiences(self) -> dict[float, Experience]:
+        """The same for each temperature above 0: a drafter is worth less there, and otherwise."""
+        return {}
+
+    def _experience_at(self, temperature: float) -> Experience:
+        greedy = self.experience
+        if temperature == 0:
+            return greedy
+        assert self.drafter is not None, "plain decoding has no budget"
+        if temperature not in self._experiences:
+            fresh = Experience(greedy.profile, self.drafter.num_depths)
+            self._experiences[temperature] = fresh
+        return self._experiences[temperature]
 
     def measure(self, say: Callable[[str], None] | None = None) -> None:
         """Measure now what budget "auto" must know, and not in the first generation.
@@ -371,7 +386,7 @@ class Pair:
             return FixedBudget(config.budget)
         if self.drafter is None or config.method == "ar":
             return FixedBudget(0)
-        return AutoBudget(self.experience)
+        return AutoBudget(self._experience_at(config.temperature))
 
     def _stop_token_ids(self, config: DecodeConfig) -> frozenset[int]:
         return frozenset() if config.ignore_eos else self.target.eos_token_ids

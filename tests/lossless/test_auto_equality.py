@@ -83,3 +83,18 @@ def test_rounds_without_a_draft_leave_the_drafters_context_whole() -> None:
     for ours, theirs in zip(*(session._stores for session in sessions), strict=True):
         gap = (ours.keys[:, :, :length] - theirs.keys[:, :, :length]).abs().max()
         assert float(gap) < 1e-4
+
+
+def test_what_is_learnt_at_one_temperature_is_not_believed_at_another() -> None:
+    """A drafter that is right when greedy may be worthless when sampled, and the reverse."""
+    drafter = dflash_drafter(tiny_target("llama"))
+    pair = pair_with(drafter, FLAT)
+    greedy = pair.experience
+    pair.generate(PROMPT, temperature=1.0, max_new_tokens=NUM_NEW)
+    assert greedy.calibration._counts.sum() == 0
+    pair.generate(PROMPT, max_new_tokens=NUM_NEW)
+    assert greedy.calibration._counts.sum() > 0
+    assert pair.experience is greedy
+    known = greedy.calibration._counts.copy()
+    pair.generate(PROMPT, temperature=1.0, max_new_tokens=NUM_NEW)
+    assert (greedy.calibration._counts == known).all()
