@@ -53,6 +53,7 @@ oldest: .oldest/.ready
 
 bench: setup
 	$(BIN)/python benchmarks/speed.py --limit 8 --max-new-tokens 64 --out benchmarks/results
+	$(BIN)/python benchmarks/bare_loop.py --out benchmarks/results
 	$(BIN)/python benchmarks/memory.py --context 2000 --max-new-tokens 32 --out benchmarks/results
 	$(BIN)/python benchmarks/draft_cost.py --out benchmarks/results
 	$(BIN)/python benchmarks/costs.py --out benchmarks/results
