@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddtree.errors import CacheWriteError, CheckpointError, first_line
 
@@ -79,6 +79,17 @@ class Journal(Generic[Record]):
         # What a full disk did not take is still waiting, and closing tries again.
         with writing(self.path):
             self._file.close()
+
+
+def tuples_of(value: Any) -> Any:
+    """What JSON gave, with tuples in place of lists, as frozen records have them.
+
+    >>> tuples_of({"a": [1, [2]]})
+    {'a': (1, (2,))}
+    """
+    if isinstance(value, dict):
+        return {key: tuples_of(item) for key, item in value.items()}
+    return tuple(map(tuples_of, value)) if isinstance(value, list | tuple) else value
 
 
 @contextmanager

@@ -70,12 +70,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("decode",),
     ("coupled", "logprobs", "options", "prompt", "timing"),
     ("pair",),
+    ("journal",),
     ("bench", "bench.records"),
     ("comparison", "hf_generate"),
     ("report",),
     (
         "doctor",
-        "journal",
         "progress",
         "provenance",
         "train",

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from ddtree.errors import CheckpointError, first_line
+from ddtree.journal import tuples_of
 from ddtree.types import DraftTree, Generation, StageSeconds
 
 FORMAT = "ddtree-bench"
@@ -139,7 +140,7 @@ class PromptRecord:
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> PromptRecord:
         """From JSON, or from what `dataclasses.asdict` gives."""
-        raw = _as_tuples(json.loads(value) if isinstance(value, str) else value)
+        raw = tuples_of(json.loads(value) if isinstance(value, str) else value)
         arms = tuple(_arm_record(arm) for arm in raw["arms"])
         return cls(**{**raw, "arms": arms})
 
@@ -247,10 +248,3 @@ def _arm_record(raw: Mapping[str, Any]) -> ArmRecord:
         RoundRecord(**{**r, "seconds": StageSeconds(**r["seconds"])}) for r in raw["rounds"]
     )
     return ArmRecord(**{**raw, "rounds": rounds})
-
-
-def _as_tuples(value: Any) -> Any:
-    """JSON as our records have it."""
-    if isinstance(value, dict):
-        return {key: _as_tuples(item) for key, item in value.items()}
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value

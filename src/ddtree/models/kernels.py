@@ -61,7 +61,7 @@ def linear(
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether `attention` takes these: single rows, or a mask of floats for all heads alike."""
-    if not runs_here(query, key, value):
+    if not runs_here(query, key, value) or _wants_gradients(query, key, value):
         return False
     requests, _, rows, width = query.shape
     if mask is None:
@@ -71,6 +71,11 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
         masked = whole and runs_here(mask)
     dense = all(t.stride(3) == 1 for t in (query, key, value))
     return masked and dense and value.shape[3] == width and width % _LANES == 0
+
+
+def _wants_gradients(*tensors: Tensor) -> bool:
+    """The kernels leave no trace in autograd: gradients would silently end with them."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def attention(

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ddtree.config import MAX_BUDGET, DecodeConfig
 from ddtree.draft import Drafter
 from ddtree.errors import OptionError
+from ddtree.journal import tuples_of
 from ddtree.overhear import OverheardDrafter, propose_along
 from ddtree.pair import Pair
 from ddtree.prompt import check_fits, encode
@@ -167,7 +167,7 @@ class PromptResult:
     @classmethod
     def parse(cls, line: str) -> PromptResult:
         """From a line of JSON, as `dataclasses.asdict` gives it."""
-        raw = _as_tuples(json.loads(line))
+        raw = tuples_of(json.loads(line))
         arms = [ArmResult(**{**a, "seconds": StageSeconds(**a["seconds"])}) for a in raw["arms"]]
         hits = {name: HitCounts(**raw[name]) for name in ("in_rounds", "along")}
         bins = {name: BinCounts(**raw[name]) for name in ("bins", "first_bins")}
@@ -307,10 +307,3 @@ def _arm(name: str, generation: Generation, reference: Generation) -> ArmResult:
         first_difference=None if ours == theirs else index,
         seconds=generation.seconds,
     )
-
-
-def _as_tuples(value: Any) -> Any:
-    """JSON as our records have it."""
-    if isinstance(value, dict):
-        return {key: _as_tuples(item) for key, item in value.items()}
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

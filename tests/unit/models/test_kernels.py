@@ -129,6 +129,7 @@ def test_a_row_of_a_tree_is_bit_for_bit_the_row_of_plain_decoding(
         "strided",
         "unmasked rows",
         "shared",
+        "gradients",
     ],
 )
 def test_what_the_kernel_cannot_do_is_left_to_torch(change: str) -> None:
@@ -146,6 +147,8 @@ def test_what_the_kernel_cannot_do_is_left_to_torch(change: str) -> None:
         key = key.transpose(2, 3).contiguous().transpose(2, 3)
     elif change == "unmasked rows":
         mask = None
+    elif change == "gradients":
+        query = query.requires_grad_()
     elif change == "shared":
         value = value[..., :8]
     assert not kernels.can_attend(query, key, value, mask)
