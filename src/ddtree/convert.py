@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ddtree.errors import CheckpointError, ModelNotFoundError, OptionError, first_line
+from ddtree.errors import CheckpointError, ModelNotFoundError, OptionError
 from ddtree.models import zoo
 from ddtree.models.draft_vocabulary import VOCABULARY_FILE
 from ddtree.models.drafter_checkpoint import (
@@ -31,6 +30,7 @@ from ddtree.models.drafter_checkpoint import (
     read_declaration,
 )
 from ddtree.models.drafter_export import PROVENANCE_FILE, config_json, write_folder
+from ddtree.models.drafter_weights import opened_tensors
 from ddtree.models.folder import CONFIG_PATTERNS, read_config, resolve_folder
 from ddtree.models.loading import check_pair, read_target_shape
 from ddtree.models.speculators import speculators_json
@@ -302,17 +302,9 @@ def _stored(folder: Path, tensor_name: str, like: Tensor, name: str) -> Tensor:
     """One tensor out of a folder of safetensors files, as it is stored."""
     found: Tensor | None = None
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                if tensor_name in opened.keys():  # noqa: SIM118, a safetensors handle is no dict
-                    found = opened.get_tensor(tensor_name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                str(file),
-                expected="a readable safetensors file",
-                got=first_line(error),
-                remedy="It may be truncated: download it again.",
-            ) from error
+        with opened_tensors(file) as opened:
+            if tensor_name in opened.keys():  # noqa: SIM118, a safetensors handle is no dict
+                found = opened.get_tensor(tensor_name)
     is_float = found is not None and found.is_floating_point() and found.itemsize > 1
     if found is None or found.shape != like.shape or not is_float:
         got = "none" if found is None else f"{found.dtype} {list(found.shape)}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -36,26 +38,49 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118, a safetensors handle is not a dict
-                    tensor_name = key.removeprefix("model.")
-                    if tensor_name in tensors:
-                        raise CheckpointError(
-                            str(file),
-                            expected="each tensor once",
-                            got=f"{key} again",
-                            remedy="Keep either the whole file or its parts, not both.",
-                        )
-                    tensors[tensor_name] = opened.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                str(file),
-                expected="a readable safetensors file",
-                got=first_line(error),
-                remedy="It may be truncated: download it again.",
-            ) from error
+        with opened_tensors(file) as opened:
+            for key in opened.keys():  # noqa: SIM118, a safetensors handle is not a dict
+                tensor_name = key.removeprefix("model.")
+                if tensor_name in tensors:
+                    raise CheckpointError(
+                        str(file),
+                        expected="each tensor once",
+                        got=f"{key} again",
+                        remedy="Keep either the whole file or its parts, not both.",
+                    )
+                tensors[tensor_name] = opened.get_tensor(key)
     return tensors
+
+
+class OpenedTensors(Protocol):
+    """What we use of the library's handle, which is not typed."""
+
+    def keys(self) -> Sequence[str]:
+        """Names of the tensors."""
+        ...
+
+    def get_tensor(self, name: str) -> Tensor:
+        """One of them, as it is stored."""
+        ...
+
+
+@contextmanager
+def opened_tensors(file: Path) -> Iterator[OpenedTensors]:
+    """A safetensors file to read from.
+
+    Raises:
+        CheckpointError: it cannot be opened, or what is read during the block is damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            str(file),
+            expected="a readable safetensors file",
+            got=first_line(error),
+            remedy="It may be truncated: download it again.",
+        ) from error
 
 
 def check_tensors(tensors: Mapping[str, Tensor], network: DFlashNetwork, name: str) -> None:
