@@ -10,7 +10,7 @@ C11 = ["/std:c11"] if sys.platform == "win32" else ["-std=c11", "-O3"]
 # Compiled for OpenMP but not linked to it, see native/_kernels.c; Linux alone allows that.
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
-TREES = ["_native.c", "ancestor_mask.c", "build_tree.c", "calibration.c"]
+TREES = ["_native.c", "ancestor_mask.c", "build_tree.c", "calibration.c", "gumbel.c"]
 KERNELS = ["_kernels.c", "attention.c", "elementwise.c", "linear.c"]
 
 

@@ -11,6 +11,7 @@
 #include "ancestor_mask.h"
 #include "build_tree.h"
 #include "calibration.h"
+#include "gumbel.h"
 
 /* Borrows a C-contiguous array of native items; `codes` are the letters its format may be. */
 static int borrow(PyObject *array, const char *name, const char *codes, Py_ssize_t itemsize,
@@ -41,7 +42,7 @@ static PyObject *packed(const ddtree_rows *rows, size_t num_rows) {
 /* Runs the core without the GIL; None for marginals that it refuses. */
 static PyObject *built(const ddtree_marginals *marginals, int64_t root_id, int64_t budget) {
     const size_t bytes_per_row =
-        sizeof(ddtree_candidate) + sizeof(int64_t) + 3 * sizeof(int32_t) + sizeof(float);
+        sizeof(ddtree_candidate) + sizeof(int64_t) + 4 * sizeof(int32_t) + sizeof(float);
     ddtree_rows rows;
     char *work = NULL;
     int64_t num_rows = 0;
@@ -57,7 +58,8 @@ static PyObject *built(const ddtree_marginals *marginals, int64_t root_id, int64
         rows.parents = (int32_t *)(rows.token_ids + max_rows);
         rows.depths = rows.parents + max_rows;
         rows.ranks = rows.depths + max_rows;
-        rows.log_probs = (float *)(rows.ranks + max_rows);
+        rows.columns = rows.ranks + max_rows;
+        rows.log_probs = (float *)(rows.columns + max_rows);
         num_rows = ddtree_build_tree(marginals, root_id, max_rows, &rows);
     }
     Py_END_ALLOW_THREADS
@@ -68,17 +70,57 @@ static PyObject *built(const ddtree_marginals *marginals, int64_t root_id, int64
     return result;
 }
 
+/* Borrows the arrays of a draft: two [L, K], and for a first-order one two [L - 1, K, K].
+ *
+ * Returns how many views are held, 0 with an exception, or DDTREE_BAD_MARGINALS for shapes that do
+ * not fit each other. */
+static int borrow_marginals(PyObject *const *arrays, int num_arrays, Py_buffer *views,
+                            ddtree_marginals *marginals) {
+    static const char *const names[] = {"log_probs", "token_ids", "transitions", "followers"};
+    static const char *const codes[] = {"f", "lq", "f", "lq"};
+    static const Py_ssize_t sizes[] = {sizeof(float), sizeof(int64_t)};
+    int num_held = 0, fits = 1;
+    while (num_held < num_arrays && borrow(arrays[num_held], names[num_held], codes[num_held],
+                                           sizes[num_held % 2], 0, &views[num_held]) == 0)
+        num_held++;
+    if (num_held == num_arrays) {
+        const Py_ssize_t *shape = views[0].shape;
+        for (int i = 1; i < num_arrays; i += 2) {
+            const Py_buffer *said = &views[i - 1], *ids = &views[i];
+            fits &= said->ndim == ids->ndim &&
+                    !memcmp(said->shape, ids->shape, (size_t)said->ndim * sizeof *shape);
+        }
+        if (fits && views[0].ndim == 2 && shape[0] <= INT32_MAX && shape[1] <= INT32_MAX) {
+            *marginals = (ddtree_marginals){views[0].buf, views[1].buf, shape[0], shape[1], NULL,
+                                            NULL};
+            if (num_arrays == 4) {
+                const Py_ssize_t *behind = views[2].shape;
+                fits = views[2].ndim == 3 && behind[0] == shape[0] - (shape[0] > 0) &&
+                       behind[1] == shape[1] && behind[2] == shape[1];
+                marginals->transitions = views[2].buf;
+                marginals->followers = views[3].buf;
+            }
+            if (fits) return num_held;
+        } else if (fits) {
+            PyErr_SetString(PyExc_ValueError, "log_probs: expected [L, K], L and K below 2**31");
+        }
+    }
+    while (num_held > 0) PyBuffer_Release(&views[--num_held]);
+    return fits ? 0 : DDTREE_BAD_MARGINALS;
+}
+
 PyDoc_STRVAR(build_tree_doc,
-             "build_tree(log_probs, token_ids, root_id, budget)\n--\n\n"
+             "build_tree(log_probs, token_ids, root_id, budget, [transitions, followers])\n--\n\n"
              "The rows of the best tree; None if the marginals are not legal.\n\n"
-             "Args: log_probs [L, K] float32, token_ids [L, K] int64, both C-contiguous.\n"
+             "Args: log_probs [L, K] float32, token_ids [L, K] int64; of a first-order draft\n"
+             "transitions [L - 1, K, K] float32, followers [L - 1, K, K] int64; C-contiguous.\n"
              "Returns: a bytearray of 24 N bytes: token_ids int64, then parents, depths, ranks\n"
              "int32, then log_probs float32.");
 
 static PyObject *build_tree(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
     (void)module;
-    if (num_args != 4) {
-        PyErr_Format(PyExc_TypeError, "build_tree takes 4 arguments, got %zd", num_args);
+    if (num_args != 4 && num_args != 6) {
+        PyErr_Format(PyExc_TypeError, "build_tree takes 4 or 6 arguments, got %zd", num_args);
         return NULL;
     }
     const int64_t root_id = PyLong_AsLongLong(args[2]);
@@ -88,25 +130,15 @@ static PyObject *build_tree(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (budget == -1 && PyErr_Occurred()) return NULL;
     if (overflow) budget = overflow > 0 ? INT64_MAX : 0;
 
-    Py_buffer log_probs, token_ids;
-    if (borrow(args[0], "log_probs", "f", sizeof(float), 0, &log_probs) < 0) return NULL;
-    if (borrow(args[1], "token_ids", "lq", sizeof(int64_t), 0, &token_ids) < 0) {
-        PyBuffer_Release(&log_probs);
-        return NULL;
-    }
-    PyObject *result = NULL;
-    const Py_ssize_t *shape = log_probs.shape;
-    const int ndim = log_probs.ndim;
-    if (ndim != token_ids.ndim || memcmp(shape, token_ids.shape, (size_t)ndim * sizeof *shape)) {
-        result = Py_NewRef(Py_None);
-    } else if (ndim != 2 || shape[0] > INT32_MAX || shape[1] > INT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "log_probs: expected [L, K], L and K below 2**31");
-    } else {
-        const ddtree_marginals marginals = {log_probs.buf, token_ids.buf, shape[0], shape[1]};
-        result = built(&marginals, root_id, budget);
-    }
-    PyBuffer_Release(&log_probs);
-    PyBuffer_Release(&token_ids);
+    PyObject *arrays[] = {args[0], args[1], NULL, NULL};
+    if (num_args == 6) memcpy(arrays + 2, args + 4, 2 * sizeof *arrays);
+    Py_buffer views[4];
+    ddtree_marginals marginals;
+    int num_held = borrow_marginals(arrays, (int)num_args - 2, views, &marginals);
+    if (num_held == DDTREE_BAD_MARGINALS) return Py_NewRef(Py_None);
+    if (num_held == 0) return NULL;
+    PyObject *result = built(&marginals, root_id, budget);
+    while (num_held > 0) PyBuffer_Release(&views[--num_held]);
     return result;
 }
 
@@ -143,9 +175,11 @@ static PyObject *ancestor_mask(PyObject *module, PyObject *const *args, Py_ssize
     return result;
 }
 
-/* Borrows counts [L, 2 J + 2], bins [2, J] and log_probs [D, K] with D <= L; 0 if all is well. */
-static int borrow_calibration(PyObject *const *args, int counts_flags, Py_buffer views[3],
-                              ddtree_bins *bins, ddtree_said *said) {
+/* Borrows counts [L, 2 J + 2], bins [2, J] and log_probs with D <= L; 0 if all is well.
+ *
+ * Log-probs are [D, K], or [D, M, K] where `most_dims` is 3. */
+static int borrow_calibration(PyObject *const *args, int counts_flags, int most_dims,
+                              Py_buffer views[3], ddtree_bins *bins, ddtree_said *said) {
     static const char *const names[] = {"counts", "bins", "log_probs"};
     static const char *const codes[] = {"d", "d", "f"};
     static const Py_ssize_t sizes[] = {sizeof(double), sizeof(double), sizeof(float)};
@@ -157,16 +191,19 @@ static int borrow_calibration(PyObject *const *args, int counts_flags, Py_buffer
     if (num_held == 3) {
         const Py_ssize_t *counted = views[0].shape, *binned = views[1].shape;
         const Py_ssize_t *shape = views[2].shape;
-        if (views[0].ndim == 2 && views[1].ndim == 2 && views[2].ndim == 2 && binned[0] == 2 &&
-            binned[1] >= 1 && binned[1] <= DDTREE_MAX_BINS && counted[1] == 2 * binned[1] + 2 &&
+        const int ndim = views[2].ndim;
+        if (views[0].ndim == 2 && views[1].ndim == 2 && ndim >= 2 && ndim <= most_dims &&
+            binned[0] == 2 && binned[1] >= 1 && binned[1] <= DDTREE_MAX_BINS && counted[1] == 2 * binned[1] + 2 &&
             shape[0] <= counted[0]) {
             const double *centres = views[1].buf;
             *bins = (ddtree_bins){centres, centres + binned[1], binned[1]};
-            *said = (ddtree_said){views[2].buf, NULL, shape[0], shape[1]};
+            *said = (ddtree_said){views[2].buf, NULL, shape[0], ndim == 3 ? shape[1] : 1,
+                                  shape[ndim - 1]};
             return 0;
         }
         PyErr_SetString(PyExc_ValueError,
-                        "expected counts [L, 2 J + 2], bins [2, J], log_probs [D <= L, K]");
+                        "expected counts [L, 2 J + 2], bins [2, J], log_probs [D <= L, K]"
+                        " or, for worth, [D <= L, M, K]");
     }
     while (num_held > 0) PyBuffer_Release(&views[--num_held]);
     return -1;
@@ -211,7 +248,7 @@ static PyObject *count(PyObject *module, PyObject *const *args, Py_ssize_t num_a
     Py_buffer views[3], token_ids;
     ddtree_bins bins;
     ddtree_said said;
-    if (borrow_calibration(args, PyBUF_WRITABLE, views, &bins, &said) < 0) return NULL;
+    if (borrow_calibration(args, PyBUF_WRITABLE, 2, views, &bins, &said) < 0) return NULL;
     if (num_chosen > said.num_depths) num_chosen = (Py_ssize_t)said.num_depths;
     PyObject *result = NULL;
     if (borrow(args[3], "token_ids", "lq", sizeof(int64_t), 0, &token_ids) == 0) {
@@ -233,7 +270,7 @@ static PyObject *count(PyObject *module, PyObject *const *args, Py_ssize_t num_a
 
 PyDoc_STRVAR(worth_doc,
              "worth(counts, bins, log_probs, out, prior_weight, prior_tokens)\n--\n\n"
-             "Fill out [D, K] float32 with what log_probs [D, K] float32 are worth.\n\n"
+             "Fill out float32 with what log_probs [D, K] or [D, M, K] float32 are worth.\n\n"
              "Args: counts [L, 2 J + 2] and bins [2, J] float64; arrays are C-contiguous.");
 
 static PyObject *worth(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
@@ -248,7 +285,7 @@ static PyObject *worth(PyObject *module, PyObject *const *args, Py_ssize_t num_a
     Py_buffer views[3], out;
     ddtree_bins bins;
     ddtree_said said;
-    if (borrow_calibration(args, 0, views, &bins, &said) < 0) return NULL;
+    if (borrow_calibration(args, 0, 3, views, &bins, &said) < 0) return NULL;
     PyObject *result = NULL;
     if (borrow(args[3], "out", "f", sizeof(float), PyBUF_WRITABLE, &out) == 0) {
         if (out.len == views[2].len) {
@@ -263,12 +300,36 @@ static PyObject *worth(PyObject *module, PyObject *const *args, Py_ssize_t num_a
     return result;
 }
 
+PyDoc_STRVAR(gumbel_doc,
+             "gumbel(seed, position, noise)\n--\n\n"
+             "Fill noise [V] float32, C-contiguous, with that of a seed and a position.");
+
+static PyObject *gumbel(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (num_args != 3) {
+        PyErr_Format(PyExc_TypeError, "gumbel takes 3 arguments, got %zd", num_args);
+        return NULL;
+    }
+    const uint64_t seed = PyLong_AsUnsignedLongLong(args[0]);
+    if (seed == UINT64_MAX && PyErr_Occurred()) return NULL;
+    const uint64_t position = PyLong_AsUnsignedLongLong(args[1]);
+    if (position == UINT64_MAX && PyErr_Occurred()) return NULL;
+    Py_buffer noise;
+    if (borrow(args[2], "noise", "f", sizeof(float), PyBUF_WRITABLE, &noise) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    ddtree_gumbel(seed, position, noise.buf, noise.len / (Py_ssize_t)sizeof(float));
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&noise);
+    return Py_NewRef(Py_None);
+}
+
 static PyMethodDef methods[] = {
     {"build_tree", (PyCFunction)(void (*)(void))build_tree, METH_FASTCALL, build_tree_doc},
     {"ancestor_mask", (PyCFunction)(void (*)(void))ancestor_mask, METH_FASTCALL,
      ancestor_mask_doc},
     {"count", (PyCFunction)(void (*)(void))count, METH_FASTCALL, count_doc},
     {"worth", (PyCFunction)(void (*)(void))worth, METH_FASTCALL, worth_doc},
+    {"gumbel", (PyCFunction)(void (*)(void))gumbel, METH_FASTCALL, gumbel_doc},
     {NULL, NULL, 0, NULL},
 };
 

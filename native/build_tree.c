@@ -43,15 +43,35 @@ static int64_t count_allowed(const float *row, int64_t num_ranks) {
     return low;
 }
 
-int64_t ddtree_max_rows(const ddtree_marginals *marginals, int64_t budget) {
+/* The most that may follow one token of the depth before; DDTREE_BAD_MARGINALS if a row is bad. */
+static int64_t most_followers(const ddtree_marginals *marginals, int64_t depth) {
     const int64_t num_ranks = marginals->num_ranks;
-    const float *row = marginals->log_probs;
+    const float *row = marginals->log_probs + (depth - 1) * num_ranks;
+    if (row_is_bad(row, num_ranks)) return DDTREE_BAD_MARGINALS;
+    if (depth == 1 || marginals->transitions == NULL) return count_allowed(row, num_ranks);
+    row = marginals->transitions + (depth - 2) * num_ranks * num_ranks;
+    const int64_t *followers = marginals->followers + (depth - 2) * num_ranks * num_ranks;
+    int64_t most = 0;
+    int bad = 0;
+    for (int64_t i = 0; i < num_ranks * num_ranks; i++)
+        bad |= (uint64_t)followers[i] >= (uint64_t)num_ranks;
+    for (int64_t above = 0; above < num_ranks; above++, row += num_ranks) {
+        bad |= row_is_bad(row, num_ranks);
+        if (most == num_ranks) continue;
+        const int64_t found = count_allowed(row, num_ranks);
+        if (found > most) most = found;
+    }
+    return bad ? DDTREE_BAD_MARGINALS : most;
+}
+
+int64_t ddtree_max_rows(const ddtree_marginals *marginals, int64_t budget) {
     if (budget > INT32_MAX - 1) budget = INT32_MAX - 1;
     int64_t in_level = 1, in_all = 0; /* prefixes; capped at the budget, which is below 2^31 */
-    for (int64_t depth = 1; depth <= marginals->num_depths; depth++, row += num_ranks) {
-        if (row_is_bad(row, num_ranks)) return DDTREE_BAD_MARGINALS;
+    for (int64_t depth = 1; depth <= marginals->num_depths; depth++) {
+        const int64_t most = most_followers(marginals, depth);
+        if (most == DDTREE_BAD_MARGINALS) return most;
         if (in_all >= budget) continue;
-        in_level *= count_allowed(row, num_ranks);
+        in_level *= most;
         if (in_level > budget) in_level = budget;
         in_all += in_level;
     }
@@ -87,12 +107,22 @@ static void sift_up(ddtree_candidate *heap, size_t place, ddtree_candidate item)
     heap[place] = item;
 }
 
+/* Where the first rank behind a row begins, in `transitions` and in `followers`. */
+static int64_t transition_of(const ddtree_marginals *marginals, const ddtree_rows *rows,
+                             int64_t row) {
+    const int64_t above = (rows->depths[row] - (int64_t)1) * marginals->num_ranks;
+    return (above + rows->columns[row]) * marginals->num_ranks;
+}
+
 /* The candidate of this parent and rank; 0 if there is none or it is banned. */
 static int open_candidate(const ddtree_marginals *marginals, const ddtree_rows *rows,
                           int64_t parent, int64_t rank, ddtree_candidate *item) {
     const int64_t depth = rows->depths[parent] + (int64_t)1;
     if (depth > marginals->num_depths || rank >= marginals->num_ranks) return 0;
-    const float log_prob = marginals->log_probs[(depth - 1) * marginals->num_ranks + rank];
+    const float *row = marginals->log_probs + (depth - 1) * marginals->num_ranks;
+    if (depth > 1 && marginals->transitions != NULL)
+        row = marginals->transitions + transition_of(marginals, rows, parent);
+    const float log_prob = row[rank];
     const float score = (float)(rows->log_probs[parent] + log_prob);
     const uint32_t magnitude = bits_of(score) & 0x7fffffffu;
     item->high = (uint64_t)magnitude << 32 | (uint64_t)depth;
@@ -107,7 +137,7 @@ int64_t ddtree_build_tree(const ddtree_marginals *marginals, int64_t root_id, in
     size_t length = 0;
     rows->token_ids[0] = root_id;
     rows->parents[0] = rows->ranks[0] = -1;
-    rows->depths[0] = 0;
+    rows->depths[0] = rows->columns[0] = 0;
     rows->log_probs[0] = 0.0f;
     if (open_candidate(marginals, rows, 0, 0, &item)) heap[length++] = item;
 
@@ -119,10 +149,14 @@ int64_t ddtree_build_tree(const ddtree_marginals *marginals, int64_t root_id, in
         const int64_t parent = (int64_t)(best.low >> 32);
         const int64_t rank = (int64_t)(uint32_t)best.low;
         const int64_t row = num_rows++;
-        rows->token_ids[row] = marginals->token_ids[(depth - 1) * marginals->num_ranks + rank];
+        int64_t column = rank;
+        if (depth > 1 && marginals->transitions != NULL)
+            column = marginals->followers[transition_of(marginals, rows, parent) + rank];
+        rows->token_ids[row] = marginals->token_ids[(depth - 1) * marginals->num_ranks + column];
         rows->parents[row] = (int32_t)parent;
         rows->depths[row] = (int32_t)depth;
         rows->ranks[row] = (int32_t)rank;
+        rows->columns[row] = (int32_t)column;
         rows->log_probs[row] = magnitude ? float_of(magnitude | 0x80000000u) : 0.0f;
         /* The next sibling takes the place of the one that leaves: one way through the heap. */
         if (open_candidate(marginals, rows, parent, rank + 1, &item))

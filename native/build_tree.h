@@ -10,12 +10,18 @@
 
 enum { DDTREE_BAD_MARGINALS = -1 };
 
-/* [L, K], row-major; log_probs sorted from high to low in each row, L and K below 2^31. */
+/* [L, K], row-major; log_probs sorted from high to low in each row, L and K below 2^31.
+ *
+ * A first-order draft has transitions too, [L - 1, K, K] each, NULL otherwise: entry (d, p, j) is of
+ * what is j-th best at depth d + 2 behind rank p of depth d + 1, and `followers` its rank there.
+ */
 typedef struct {
     const float *log_probs;
     const int64_t *token_ids;
     int64_t num_depths;
     int64_t num_ranks;
+    const float *transitions;
+    const int64_t *followers;
 } ddtree_marginals;
 
 /* A candidate, ordered as two words: see build_tree.c. */
@@ -24,17 +30,19 @@ typedef struct {
     uint64_t low;
 } ddtree_candidate;
 
-/* What the caller lends: room for `max_rows` entries in each array. Rows as in types.DraftTree. */
+/* What the caller lends: room for `max_rows` entries in each array. Rows as in types.DraftTree, and
+ * the column of each one's token in its depth's `token_ids`. */
 typedef struct {
     ddtree_candidate *heap;
     int64_t *token_ids;
     int32_t *parents;
     int32_t *depths;
     int32_t *ranks;
+    int32_t *columns;
     float *log_probs;
 } ddtree_rows;
 
-/* Checks the log-probs (no NaN, none above 0, each row sorted) and counts.
+/* Checks the log-probs (no NaN, none above 0, each row sorted) and the followers, and counts.
  *
  * Returns the most rows that a tree of this budget can have, from 1 to min(budget, 2^31 - 2) + 1,
  * or DDTREE_BAD_MARGINALS.

@@ -59,34 +59,45 @@ static void rates_of(const double *counts, const ddtree_bins *bins, double prior
     }
 }
 
+/* What a depth's log-probs are worth, as functions of them. */
+typedef struct {
+    const double *centres;
+    int64_t num_bins;
+    double rates[DDTREE_MAX_BINS], centre_odds[DDTREE_MAX_BINS], odds[DDTREE_MAX_BINS];
+} depth_map;
+
+static float worth_of(const depth_map *map, float x) {
+    const double *centres = map->centres;
+    const int64_t num_bins = map->num_bins;
+    int64_t right = 0;
+    while (right < num_bins && centres[right] < x) right++;
+    if (right == 0 || right == num_bins) {
+        const int64_t nearest = right == 0 ? 0 : num_bins - 1;
+        return (float)(x + (map->rates[nearest] - centres[nearest]));
+    }
+    const double left = map->centre_odds[right - 1];
+    const double along = (log_odds_of(x) - left) / (map->centre_odds[right] - left);
+    const double step = map->odds[right] - map->odds[right - 1];
+    return log_prob_of((float)(map->odds[right - 1] + along * step));
+}
+
 void ddtree_worth(const double *counts, const ddtree_bins *bins, const ddtree_said *said,
                   double prior_weight, double prior_tokens, float *worth) {
-    const double *centres = bins->centres;
-    const int64_t num_bins = bins->num_bins, last = num_bins - 1;
+    const int64_t num_bins = bins->num_bins;
     const float *log_prob = said->log_probs;
-    double rates[DDTREE_MAX_BINS], centre_odds[DDTREE_MAX_BINS], odds[DDTREE_MAX_BINS];
-    for (int64_t bin = 0; bin < num_bins; bin++) centre_odds[bin] = log_odds(centres[bin]);
+    depth_map map = {bins->centres, num_bins, {0}, {0}, {0}};
+    for (int64_t bin = 0; bin < num_bins; bin++) map.centre_odds[bin] = log_odds(map.centres[bin]);
     for (int64_t depth = 0; depth < said->num_depths; depth++, counts += 2 * num_bins + 2) {
-        rates_of(counts, bins, prior_weight, prior_tokens, rates);
-        for (int64_t bin = 0; bin < num_bins; bin++) odds[bin] = log_odds(rates[bin]);
-        float lowest = 0.0f;
-        for (int64_t rank = 0; rank < said->num_ranks; rank++, log_prob++, worth++) {
-            const float x = *log_prob;
-            int64_t right = 0;
-            while (right < num_bins && centres[right] < x) right++;
-            float value;
-            if (right == 0 || right == num_bins) {
-                const int64_t nearest = right == 0 ? 0 : last;
-                value = (float)(x + (rates[nearest] - centres[nearest]));
-            } else {
-                const double left = centre_odds[right - 1];
-                const double along = (log_odds_of(x) - left) / (centre_odds[right] - left);
-                const double found = odds[right - 1] + along * (odds[right] - odds[right - 1]);
-                value = log_prob_of((float)found);
+        rates_of(counts, bins, prior_weight, prior_tokens, map.rates);
+        for (int64_t bin = 0; bin < num_bins; bin++) map.odds[bin] = log_odds(map.rates[bin]);
+        for (int64_t row = 0; row < said->num_rows; row++) {
+            float lowest = 0.0f;
+            for (int64_t rank = 0; rank < said->num_ranks; rank++, log_prob++, worth++) {
+                const float value = worth_of(&map, *log_prob);
+                /* Not fminf: a NaN must reach the builder, which refuses it. */
+                if (!(value >= lowest)) lowest = value;
+                *worth = lowest;
             }
-            /* Not fminf: a NaN must reach the builder, which refuses it. */
-            if (!(value >= lowest)) lowest = value;
-            *worth = lowest;
         }
     }
 }

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-import torch
-
 from ddtree.costs import CostProfile
 from ddtree.sampling.calibration import Calibration
 from ddtree.types import DraftTree, Marginals, Walk
@@ -196,7 +194,7 @@ class AutoBudget:
     def build(self, marginals: Marginals, root_id: int, builder: Builder) -> DraftTree:
         """The tree of calibrated probabilities, cut where another node stops paying."""
         experience, now = self._experience, self._round
-        said = Marginals(marginals.log_probs.to("cpu", torch.float32), marginals.token_ids.cpu())
+        said = marginals.cpu()
         tree = builder(experience.calibration.apply(said), root_id, self.max_nodes)
         earned = list(accumulate(map(math.exp, tree.log_probs.tolist())))
         costs = experience.drafted_s(now.context_length)

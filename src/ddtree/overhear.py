@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from numpy import ndarray
 from torch import Tensor
 
 from ddtree.draft import Drafter, DraftSession, draft
+from ddtree.host_marginals import HostMarginals
 from ddtree.sampling.coupling import Perturb
-from ddtree.types import HostMarginals, Marginals
+from ddtree.types import Marginals
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class _OverheardSession:
     session: DraftSession
     length: int = 0
 
-    def extend(self, features: Float[Tensor, "M F"]) -> None:
-        self.session.extend(features)
+    def extend(self, features: Float[Tensor, "M F"], token_ids: Int64[Tensor, " M"]) -> None:
+        self.session.extend(features, token_ids)
         self.overheard.features.append(features)
         self.length += features.shape[0]
 
@@ -126,7 +127,8 @@ def propose_along(
     last = len(token_ids) - 1
     end = last + 1 if end is None else end
     session = drafter.start(len(token_ids))
-    session.extend(features[:num_prompt_tokens])
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=features.device)
+    session.extend(features[:num_prompt_tokens], ids[:num_prompt_tokens])
     proposals = []
     for root in range(num_prompt_tokens, min(last, end - 1)):
         marginals = draft(
@@ -137,5 +139,5 @@ def propose_along(
             None if perturb_at is None else perturb_at(root + 1),
         )
         proposals.append(Proposal(root, HostMarginals.of(marginals)))
-        session.extend(features[root : root + 1])
+        session.extend(features[root : root + 1], ids[root : root + 1])
     return proposals

@@ -16,12 +16,26 @@ from jaxtyping import Float32, Int32, Int64
 from numpy import ndarray
 from torch import Tensor
 
-from ddtree.errors import MarginalsError
-
 Method = Literal["ar", "dflash", "ddtree"]
 FinishReason = Literal["stop", "length"]
 
 METHODS: tuple[Method, ...] = ("ar", "dflash", "ddtree")
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """How probable each token is behind each token of the depth before it: a first-order draft.
+
+    Args:
+        log_probs: [L - 1, K, K] float32. Entry (d, p, j) is the j-th highest of depth d + 2 where
+            the token at depth d + 1 is the one of rank p; sorted from high to low, -inf bans.
+        ranks: [L - 1, K, K] int64, whose log-prob it is: a rank of depth d + 2 in `Marginals`.
+
+    The batched builder takes those of R requests, [R, L - 1, K, K].
+    """
+
+    log_probs: Float32[Tensor, "*R M K K"]
+    ranks: Int64[Tensor, "*R M K K"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +45,13 @@ class Marginals:
     Args:
         log_probs: [L, K] float32, each row sorted from high to low; -inf bans a token.
         token_ids: [L, K] int64, the token of each rank.
+        transitions: of a drafter that knows how its positions hang together; from depth 2 on they
+            replace `log_probs`. None: what stands at a depth is independent of the depth before.
     """
 
     log_probs: Float32[Tensor, "L K"]
     token_ids: Int64[Tensor, "L K"]
+    transitions: Transitions | None = None
 
     @property
     def num_depths(self) -> int:
@@ -46,65 +63,12 @@ class Marginals:
         """K, the number of ranks kept per position."""
         return int(self.log_probs.shape[1])
 
-
-@dataclass(frozen=True)
-class HostMarginals:
-    """`Marginals` as numpy arrays on the host, checked: what the host builders read.
-
-    Args:
-        log_probs: [L, K] float32, free of NaN, <= 0, sorted from high to low.
-        token_ids: [L, K] int64.
-    """
-
-    log_probs: Float32[ndarray, "L K"]
-    token_ids: Int64[ndarray, "L K"]
-
-    @classmethod
-    def of(cls, marginals: Marginals) -> HostMarginals:
-        """Copy to the host and check.
-
-        Raises:
-            MarginalsError: NaN or a positive log-prob (names the depth), a row out of order, or
-                shapes that differ.
-        """
-        if marginals.log_probs.shape != marginals.token_ids.shape:
-            raise MarginalsError(
-                "marginals",
-                expected="log_probs and token_ids of one shape [L, K]",
-                got=f"{tuple(marginals.log_probs.shape)} and {tuple(marginals.token_ids.shape)}",
-                remedy="Gather the token ids with the same top-k as the log-probs.",
-            )
-        log_probs = marginals.log_probs.to("cpu", torch.float32).numpy()
-        # With the first rank at most 0, order alone keeps the others there; NaN fails either.
-        if not ((log_probs[:, :1] <= 0).all() and (log_probs[:, 1:] <= log_probs[:, :-1]).all()):
-            _refuse(log_probs)
-        return cls(log_probs, marginals.token_ids.to("cpu", torch.int64).numpy())
-
-
-def _refuse(log_probs: Float32[ndarray, "L K"]) -> None:
-    """Say what is wrong with the first row that is."""
-    for depth, row in enumerate(log_probs, start=1):
-        if np.isnan(row).any():
-            raise MarginalsError(
-                "marginals",
-                expected="log-probs without NaN",
-                got=f"NaN at depth {depth}",
-                remedy="Look for inf - inf in the drafter's logits or its normaliser.",
-            )
-        if (row > 0).any():
-            raise MarginalsError(
-                "marginals",
-                expected="log-probs <= 0",
-                got=f"{row.max()} at depth {depth}",
-                remedy="Normalise with log_softmax and clamp rounding above 0.",
-            )
-        if (row[1:] > row[:-1]).any():
-            raise MarginalsError(
-                "marginals",
-                expected="each row sorted from high to low",
-                got=f"an increasing pair at depth {depth}",
-                remedy="Use torch.topk(..., sorted=True).",
-            )
+    def cpu(self) -> Marginals:
+        """The same on the host; nothing is checked."""
+        behind = self.transitions
+        if behind is not None:
+            behind = Transitions(behind.log_probs.to("cpu", torch.float32), behind.ranks.cpu())
+        return Marginals(self.log_probs.to("cpu", torch.float32), self.token_ids.cpu(), behind)
 
 
 @dataclass(frozen=True)
@@ -117,7 +81,7 @@ class DraftTree:
         token_ids: [N] int64.
         parents: [N] int32, index of the parent node; parents come before their children.
         depths: [N] int32, root 0; a node at depth i proposes the token at position start + i.
-        ranks: [N] int32, 0 = the most probable token of its depth.
+        ranks: [N] int32, 0 = the most probable token of its depth, behind its parent.
         log_probs: [N] float32, the score: sum of the log-probs along the path from the root.
     """
 

@@ -9,13 +9,15 @@ and softmax over v of the score is the probability that the target says v. (DESI
 docs/decisions/0011.) The text is the same function of seed and context as without.
 
 The weights are learnt from the rounds: the target's choices are a softmax regression on two
-numbers per token, whose likelihood has one maximum. Knows no tree and no target.
+numbers per token, whose likelihood has one maximum. Where the logits of a depth depend on the token
+before it, they are those behind the token that the walk took. Knows no tree and no target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,12 +28,37 @@ from torch import Tensor
 from ddtree.sampling.noise import Noise
 from ddtree.types import Walk
 
-# Given the drafter's logits [L, Vd] and the token of each column (None: the columns are the ids),
-# the scores [L, Vd] to rank and normalise instead.
-Perturb = Callable[
-    [Float[Tensor, "L Vd"], Int64[Tensor, " Vd"] | None],
-    Float[Tensor, "L Vd"],
-]
+# Given the tokens at the first M depths, what they and the root change of the logits of the first
+# M + 1 depths: [M + 1, Vd].
+ChangesBehind = Callable[[Sequence[int]], Float[Tensor, "M Vd"]]
+
+
+@runtime_checkable
+class Perturb(Protocol):
+    """What turns the logits of one drafter pass into scores, to rank and normalise instead."""
+
+    def __call__(
+        self, logits: Float[Tensor, "L Vd"], token_ids: Int64[Tensor, " Vd"] | None
+    ) -> Float[Tensor, "L Vd"]:
+        """The scores.
+
+        Args:
+            logits: of every token that can be proposed.
+            token_ids: the token of each column; None where the columns are the ids.
+        """
+        ...
+
+    def weigh(self, changes: Float[Tensor, "L ..."]) -> Float[Tensor, "L ..."]:
+        """What is to be added to the scores where this would be added to the logits."""
+        ...
+
+    def keep(self, changes_behind: ChangesBehind) -> None:
+        """Hear how the logits depend on the tokens before them, for when the walk is known.
+
+        For drafters whose `Marginals` have transitions; called after the scores were asked for.
+        """
+        ...
+
 
 # Of logits and noise, before a choice was seen: those of the embedded default's drafter, which
 # hardly differ between depths or between temperatures.
@@ -86,8 +113,7 @@ class Coupling:
         self._temperature = min(temperature, _HIGHEST_TEMPERATURE)
         self._noise = noise
         self._weights = weights
-        # Of the last pass: logits and noise [2, L, Vd], their scores, the columns' tokens.
-        self._pass: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._pass: _Pass | None = None
 
     def perturb(self, position: int, vocab_size: int) -> Perturb:
         """What turns a pass's logits into scores.
@@ -97,48 +123,82 @@ class Coupling:
             vocab_size: V of the target, over which the rule draws the noise.
         """
         self._noise.forget_before(position)
-        return partial(self._scores, position, vocab_size)
-
-    def _scores(
-        self,
-        position: int,
-        vocab_size: int,
-        logits_LV: Float[Tensor, "L Vd"],
-        token_ids: Int64[Tensor, " Vd"] | None,
-    ) -> Float32[Tensor, "L Vd"]:
-        num_depths, num_columns = logits_LV.shape
-        both = torch.empty((2, num_depths, num_columns), device=logits_LV.device)
-        # The shift changes no rank; without it, scores of large logits would lose their last bits.
-        torch.sub(logits_LV, logits_LV.amax(dim=1, keepdim=True), out=both[0])
-        for depth in range(num_depths):
-            row = self._noise.row(position + depth, vocab_size, logits_LV.device)
-            noise = row[:num_columns] if token_ids is None else row[token_ids]
-            torch.mul(noise, self._temperature, out=both[1, depth])
-        a, b = torch.from_numpy(self._weights.values[:num_depths].T.copy()).to(both)[:, :, None]
-        scores: Tensor = a * both[0] + b * both[1]
-        self._pass = both, scores, token_ids
-        return scores
+        self._pass = _Pass(position, vocab_size, self._temperature, self._noise, self._weights)
+        return self._pass
 
     def observe(self, walk: Walk) -> None:
         """Learn from what the target chose where the walk stood; nothing if nothing was drafted."""
-        if self._pass is None:
+        if self._pass is not None:
+            self._pass.learn(walk.token_ids)
+            self._pass = None
+
+
+@dataclass
+class _Pass:
+    """One pass of the drafter of a coupled request: its `Perturb`."""
+
+    position: int
+    vocab_size: int
+    temperature: float
+    noise: Noise
+    weights: CouplingWeights
+    both: Float32[Tensor, "2 L Vd"] | None = None  # logits and noise, once scores were asked for
+    token_ids: Int64[Tensor, " Vd"] | None = None
+    changes_behind: ChangesBehind | None = None
+
+    def __call__(
+        self, logits: Float[Tensor, "L Vd"], token_ids: Int64[Tensor, " Vd"] | None
+    ) -> Float32[Tensor, "L Vd"]:
+        num_depths, num_columns = logits.shape
+        both = torch.empty((2, num_depths, num_columns), device=logits.device)
+        # The shift changes no rank; without it, scores of large logits would lose their last bits.
+        torch.sub(logits, logits.amax(dim=1, keepdim=True), out=both[0])
+        for depth in range(num_depths):
+            row = self.noise.row(self.position + depth, self.vocab_size, logits.device)
+            if token_ids is None:
+                both[1, depth] = row[:num_columns]
+            else:
+                torch.index_select(row, 0, token_ids, out=both[1, depth])
+        both[1] *= self.temperature
+        self.both, self.token_ids = both, token_ids
+        return self._scores(both)
+
+    def weigh(self, changes: Float[Tensor, "L ..."]) -> Float32[Tensor, "L ..."]:
+        a = torch.from_numpy(self.weights.values[: len(changes), 0]).to(changes.device)
+        return changes * a.float().reshape(-1, *[1] * (changes.dim() - 1))
+
+    def keep(self, changes_behind: ChangesBehind) -> None:
+        self.changes_behind = changes_behind
+
+    def _scores(self, both: Float32[Tensor, "2 M Vd"]) -> Float32[Tensor, "M Vd"]:
+        weights = self.weights.values[: both.shape[1]].T.copy()
+        a, b = torch.from_numpy(weights).to(both)[:, :, None]
+        scores: Tensor = a * both[0] + b * both[1]
+        return scores
+
+    @torch.inference_mode()
+    def learn(self, token_ids: tuple[int, ...]) -> None:
+        """Take in the target's tokens at the first depths, as far as they were drafted."""
+        if self.both is None:
             return
-        both, scores, token_ids = self._pass
-        self._pass = None
-        chosen = scores.new_tensor(walk.token_ids[: scores.shape[0]], dtype=torch.int64)[:, None]
-        num_chosen = chosen.shape[0]
-        columns = torch.arange(scores.shape[1], device=scores.device)
-        at_choice = (columns if token_ids is None else token_ids) == chosen
+        both = self.both[:, : len(token_ids)]
+        num_chosen = both.shape[1]
+        if self.changes_behind is not None:
+            changes = self.changes_behind(token_ids[: num_chosen - 1])
+            both = torch.stack([both[0] + changes, both[1]])
+        chosen = torch.tensor(token_ids[:num_chosen], device=both.device)[:, None]
+        columns = torch.arange(both.shape[2], device=both.device)
+        at_choice = (columns if self.token_ids is None else self.token_ids) == chosen
         # A banned token has no weight, and -inf times 0 would be NaN.
-        known = both[:, :num_chosen].clamp(min=-_HIGHEST_TEMPERATURE)
-        p = scores[:num_chosen].softmax(dim=-1)
+        known = both.clamp(min=-_HIGHEST_TEMPERATURE)
+        p = self._scores(both).softmax(dim=-1)
         apart = known - (known * p).sum(dim=-1, keepdim=True)
         gradient = (apart * at_choice).sum(dim=-1)
-        curvature = torch.einsum("ilv,jlv,lv->lij", apart, apart, p)
+        curvature = (apart * p).transpose(0, 1) @ apart.permute(1, 2, 0)
         found = at_choice.any(dim=-1)
         # One copy from the device for all.
         flat = torch.cat([gradient.T, curvature.flatten(1), found[:, None]], dim=1)
         for depth, row in enumerate(flat.to("cpu", torch.float64).numpy()):
             # A choice that cannot be drafted says nothing of how the others rank.
             if row[6]:
-                self._weights.learn(depth, row[:2], row[2:6].reshape(2, 2))
+                self.weights.learn(depth, row[:2], row[2:6].reshape(2, 2))

@@ -2,7 +2,7 @@
 
 The readable twin that defines `native/calibration.c`; equal but for rounding, so the two may differ
 where two nodes are worth the same. Letters in shapes: L depths counted, D <= L depths at hand,
-K ranks, J bins.
+M rows of each, K ranks, J bins.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ def count(
 def worth(
     counts: Float64[ndarray, "L width"],
     bins: Float64[ndarray, "2 J"],
-    log_probs: Float32[ndarray, "D K"],
+    log_probs: Float32[ndarray, "D *M K"],
     prior_weight: float,
     prior_tokens: float,
-) -> Float32[ndarray, "D K"]:
+) -> Float32[ndarray, "D *M K"]:
     """Log-probs as the counts have it, in the order of the drafter's.
 
     Between the centres of two bins the log-odds change evenly, outside the probability keeps its
     ratio to what the drafter says: untouched counts change nothing.
 
     Args:
-        counts, bins, log_probs: see `count`.
+        counts, bins: see `count`.
+        log_probs: one row or several for each depth, each in the drafter's order.
         prior_weight: a bin is thought to be worth what the drafter says, times the share of
             promised tokens that were chosen at this depth; that counts as so many observations.
         prior_tokens: the share is thought to be 1, which counts as so many promised tokens.
@@ -70,7 +71,7 @@ def worth(
         odds = np.interp(_log_odds(inside), _log_odds(centres), _log_odds(np.log(rates)))
         found[depth] = said - inside - np.log1p(np.exp(-odds))
     # The maps rise and stay below 0 but for rounding, and for the ratio beyond the last centre.
-    return np.minimum.accumulate(np.minimum(found, 0.0), axis=1)
+    return np.minimum.accumulate(np.minimum(found, 0.0), axis=-1)
 
 
 def _log_odds(log_probs: Float64[ndarray, ...]) -> Float64[ndarray, ...]:

@@ -17,6 +17,7 @@ import torch
 from ddtree.config import DecodeConfig
 from ddtree.decode import Stages
 from ddtree.draft import Drafter, DraftSession
+from ddtree.host_marginals import HostMarginals
 from ddtree.models.target import Target
 from ddtree.overhear import OverheardDrafter, propose_along
 from ddtree.pair import Pair
@@ -24,8 +25,8 @@ from ddtree.prefill import Prefilled
 from ddtree.provenance import origin
 from ddtree.sampling.coupling import Coupling, CouplingWeights, Perturb
 from ddtree.sampling.rule import sampling_of
-from ddtree.tracing.trace import TraceCard, TracedGeneration, TracedRound
-from ddtree.types import Generation, HostMarginals, Marginals
+from ddtree.tracing.trace import Counts, TraceCard, TracedGeneration, TracedRound
+from ddtree.types import Generation, Marginals
 
 NUM_RANKS = 64
 
@@ -53,9 +54,12 @@ class Recording:
         self._heard: OverheardDrafter | None = None
         # Of coupled drafting, before each pass: [L, 2] each, one for every proposal heard.
         self._weights: list[np.ndarray] = []
+        self._lookup: Counts | None = None
 
     def observe(self, stages: Stages) -> Stages:
         """The same stages, heard; for `Pair.run`."""
+        if self._config.lookup and self._config.method == "ddtree":
+            self._lookup = self._pair.lookup_weights(self._config).counts
         prefill, draft = self._listening(stages.prefill), self._weighing(stages.draft)
         return replace(stages, prefill=prefill, draft=draft)
 
@@ -74,9 +78,14 @@ class Recording:
         def heard(
             session: DraftSession, root_id: int, num_depths: int, num_ranks: int
         ) -> Marginals:
-            if self._heard is not None:
-                self._weights.append(self._pair.coupling_weights.values.copy())
-            return draft(session, root_id, num_depths, num_ranks)
+            if self._heard is None:
+                return draft(session, root_id, num_depths, num_ranks)
+            weights = self._pair.coupling_weights.values.copy()
+            marginals = draft(session, root_id, num_depths, num_ranks)
+            # What a grammar forces is drafted without asking the drafter.
+            if len(self._heard.proposals) > len(self._weights):
+                self._weights.append(weights)
+            return marginals
 
         return heard
 
@@ -110,6 +119,7 @@ class Recording:
             num_ranks=ranks if asked else 0,
             rounds=tuple(rounds),
             along=self._along(generation, ranks) if asked else {},
+            lookup=self._lookup,
         )
 
     def _along(self, generation: Generation, num_ranks: int) -> dict[int, HostMarginals]:

@@ -21,8 +21,11 @@ from torch import Tensor
 
 from ddtree.budget import Builder
 from ddtree.errors import BuilderError, TraceError
+from ddtree.host_marginals import HostMarginals
+from ddtree.sampling.lookup import Guessing
+from ddtree.sampling.mixture import MixtureWeights
 from ddtree.tracing.trace import TracedGeneration
-from ddtree.types import DraftTree, FinishReason, HostMarginals, Marginals, Round
+from ddtree.types import DraftTree, FinishReason, Marginals, Round, Transitions
 from ddtree.walk import walk
 
 
@@ -52,14 +55,18 @@ class Replay:
         return self.num_tokens / len(self.rounds) if self.rounds else float("nan")
 
 
-def replay(traced: TracedGeneration, builder: Builder, budget: int) -> Replay:
+def replay(
+    traced: TracedGeneration, builder: Builder, budget: int, *, lookup: bool = True
+) -> Replay:
     """Go through a recorded text again with another builder or budget.
 
     Args:
         traced: see `trace_file.read_trace`.
         builder: takes marginals [L, K], the root's token and the budget, gives a tree. As in
-            decoding, K is at most the budget, and L ends where the length limit does.
+            decoding, L ends where the length limit does, and K is at most the budget, unless there
+            are transitions.
         budget: B >= 0, the most nodes of a round besides the root; 0 drafts nothing.
+        lookup: draft what the text repeats too, if the recorded run did.
 
     Raises:
         TraceError: a round begins where the trace has no marginals.
@@ -69,15 +76,22 @@ def replay(traced: TracedGeneration, builder: Builder, budget: int) -> Replay:
     token_ids = text[: len(traced.prompt_ids) + 1]  # the prefill delivers the first new one
     script = _Script(text, len(token_ids), traced.max_new_tokens - 1, traced.finish_reason)
     recorded = {r.start: r.marginals for r in traced.rounds if r.marginals is not None}
+    guessing = None
+    if lookup and traced.lookup is not None:
+        guessing = Guessing(MixtureWeights.of_counts(*traced.lookup))
     rounds: list[Round] = []
     while len(token_ids) < len(text):
         start, root_id = len(token_ids) - 1, token_ids[-1]
         tree = DraftTree.root_only(root_id)
         if budget > 0 and script.room > 1:
             marginals = _marginals_at(traced, recorded, start, budget)
+            if guessing is not None:
+                marginals = guessing.into(marginals, token_ids)
             tree = builder(marginals, root_id, budget)
             check_tree(tree, marginals, root_id, budget)
         walked = walk(tree, torch.empty((tree.num_rows, 0)), script, script, token_ids)
+        if guessing is not None:
+            guessing.learn(walked.token_ids)
         rounds.append(
             Round(
                 tree=tree,
@@ -177,7 +191,11 @@ class _Script:
 def _marginals_at(
     traced: TracedGeneration, recorded: dict[int, HostMarginals], start: int, budget: int
 ) -> Marginals:
-    """What the drafter proposes at a root, as many ranks as a round of this budget asks for."""
+    """What the drafter proposes at a root, as many ranks as a round of this budget asks for.
+
+    A first-order draft is not cut: its candidates share out one probability between them, and fewer
+    would have got other shares.
+    """
     along, own = traced.along.get(start), recorded.get(start)
     # The round's own come first: those along the text may differ from them in the last bits.
     chosen = own if along is None else along
@@ -190,10 +208,12 @@ def _marginals_at(
             got=f"none at position {start}",
             remedy="Record it with a drafter and a budget > 0: `ddtree generate --trace FILE`.",
         )
-    return Marginals(
-        torch.from_numpy(chosen.log_probs[:, :budget]),
-        torch.from_numpy(chosen.token_ids[:, :budget]),
-    )
+    log_probs, token_ids = map(torch.from_numpy, (chosen.log_probs, chosen.token_ids))
+    behind = chosen.transitions
+    if behind is None:
+        return Marginals(log_probs[:, :budget], token_ids[:, :budget])
+    transitions = Transitions(torch.from_numpy(behind.log_probs), torch.from_numpy(behind.ranks))
+    return Marginals(log_probs, token_ids, transitions)
 
 
 def _num_ranks(marginals: HostMarginals) -> int:

@@ -185,7 +185,8 @@ def _outcome(
         if not usable:
             continue
         recorded = Replay(rounds=tuple(r.round for r in real[0].rounds)) if real else None
-        done = replay(usable[0], builder, budget)
+        # Method dflash, whose builder the chain is, drafts by the drafter alone.
+        done = replay(usable[0], builder, budget, lookup=name != "chain")
         texts.append(Replayed(id=usable[0].id, replay=done, recorded=recorded))
         if not real and usable[0].num_ranks < budget and name != "chain":
             kept.append(usable[0].num_ranks)

@@ -17,17 +17,24 @@ import torch
 from jaxtyping import Float32, Int64
 from numpy import ndarray
 
+from ddtree.host_marginals import HostMarginals
+from ddtree.sampling.mixture import MixtureWeights
 from ddtree.types import (
     DraftTree,
     FinishReason,
-    HostMarginals,
     Marginals,
     Round,
     StageSeconds,
+    Transitions,
 )
 
 FORMAT = "ddtree-trace"
-VERSION = 1
+VERSION = 2
+# Version 1 is one whose marginals never have transitions: readers of it would pass over them.
+READABLE_VERSIONS = (1, 2)
+
+# Of `MixtureWeights`.
+Counts = tuple[list[list[float]], list[list[float]]]
 
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
@@ -135,6 +142,8 @@ class TracedGeneration:
         elapsed_s: wall time, prefill included.
         prefill_seconds: per stage, of the prefill, which delivers the first token.
         num_ranks: K that the drafter was asked for along the text; 0 where it was not asked.
+        lookup: what the text's own repetitions were thought to be worth when it began, see
+            `sampling.mixture.MixtureWeights.counts`; None where they were not drafted.
         rounds: every verify forward, in order.
         along: by root position, what the drafter proposes behind each token of the text.
     """
@@ -150,6 +159,7 @@ class TracedGeneration:
     num_ranks: int
     rounds: tuple[TracedRound, ...]
     along: Mapping[int, HostMarginals]
+    lookup: Counts | None = None
 
     @property
     def max_new_tokens(self) -> int:
@@ -198,6 +208,7 @@ class TracedGeneration:
             num_ranks=_int(value["num_ranks"]),
             rounds=(),
             along={},
+            lookup=None if value.get("lookup") is None else _counts(value["lookup"]),
         )
         room = _int(parsed.options["max_new_tokens"]) - len(parsed.token_ids)
         if not parsed.prompt_ids or not parsed.token_ids or room < 0:
@@ -238,7 +249,14 @@ _HEAD = (
     "elapsed_s",
     "prefill_seconds",
     "num_ranks",
+    "lookup",
 )
+
+
+def _counts(value: Any) -> Counts:
+    right, seen = value
+    MixtureWeights.of_counts(right, seen)  # checked once, here
+    return right, seen
 
 
 def parse_marginals(value: Mapping[str, Any]) -> HostMarginals:
@@ -251,7 +269,28 @@ def parse_marginals(value: Mapping[str, Any]) -> HostMarginals:
     token_ids = np.array([_ints(row) for row in value["token_ids"]])
     if log_probs.ndim != 2 or log_probs.size == 0:
         raise ValueError("marginals without a depth or a rank")
-    return HostMarginals.of(Marginals(torch.from_numpy(log_probs), torch.from_numpy(token_ids)))
+    behind = value.get("transitions")
+    return HostMarginals.of(
+        Marginals(
+            torch.from_numpy(log_probs),
+            torch.from_numpy(token_ids),
+            None if behind is None else _transitions(behind, log_probs.shape[1]),
+        )
+    )
+
+
+def _transitions(value: Mapping[str, Any], num_ranks: int) -> Transitions:
+    log_probs = [[_floats(row) for row in depth] for depth in value["log_probs"]]
+    ranks = [[_ints(row) for row in depth] for depth in value["ranks"]]
+    if not log_probs and not ranks:  # of a single depth
+        return Transitions(
+            torch.zeros(0, num_ranks, num_ranks),
+            torch.zeros((0, num_ranks, num_ranks), dtype=torch.int64),
+        )
+    arrays = np.array(log_probs), np.array(ranks)
+    if any(array.ndim != 3 for array in arrays):
+        raise ValueError("transitions that are not [L - 1][K][K]")
+    return Transitions(*map(torch.from_numpy, arrays))
 
 
 def _line(value: Mapping[str, object]) -> str:
@@ -273,10 +312,15 @@ def _tree_json(tree: DraftTree) -> dict[str, object]:
 
 
 def _marginals_json(marginals: HostMarginals) -> dict[str, object]:
-    return {
+    written: dict[str, object] = {
         "log_probs": [_floats_json(row) for row in marginals.log_probs],
         "token_ids": marginals.token_ids.tolist(),
     }
+    behind = marginals.transitions
+    if behind is not None:
+        log_probs = [[_floats_json(row) for row in depth] for depth in behind.log_probs]
+        written["transitions"] = {"log_probs": log_probs, "ranks": behind.ranks.tolist()}
+    return written
 
 
 def _floats_json(values: Float32[ndarray, " M"]) -> list[float | None]:

@@ -15,16 +15,16 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from ddtree.errors import TraceError, first_line
+from ddtree.host_marginals import HostMarginals
 from ddtree.journal import write_whole, writing
 from ddtree.tracing.trace import (
     FORMAT,
-    VERSION,
+    READABLE_VERSIONS,
     TraceCard,
     TracedGeneration,
     TracedRound,
     parse_marginals,
 )
-from ddtree.types import HostMarginals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +222,10 @@ class _Reader:
     def _card(self, value: Mapping[str, Any]) -> TraceCard:
         if value.get("format") != FORMAT:
             raise _not_a_trace(self._path, f"format {value.get('format')!r}")
-        if value.get("version") != VERSION:
+        if value.get("version") not in READABLE_VERSIONS:
             raise TraceError(
                 str(self._path),
-                expected=f"version {VERSION} of the format",
+                expected=f"version {' or '.join(map(str, READABLE_VERSIONS))} of the format",
                 got=f"version {value.get('version')!r}",
                 remedy="Read it with the ddtree that wrote it, or record it again.",
             )

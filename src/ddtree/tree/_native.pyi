@@ -3,7 +3,12 @@
 from numpy import ndarray
 
 def build_tree(
-    log_probs: ndarray, token_ids: ndarray, root_id: int, budget: int
+    log_probs: ndarray,
+    token_ids: ndarray,
+    root_id: int,
+    budget: int,
+    transitions: ndarray = ...,
+    followers: ndarray = ...,
 ) -> bytearray | None: ...
 def ancestor_mask(parents: ndarray, mask: ndarray) -> None: ...
 def count(
@@ -22,3 +27,4 @@ def worth(
     prior_weight: float,
     prior_tokens: float,
 ) -> None: ...
+def gumbel(seed: int, position: int, noise: ndarray) -> None: ...

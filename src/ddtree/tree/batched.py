@@ -20,26 +20,27 @@ Why that is the contract's order (score, depth, parent's place, rank):
 - Nothing is lost. Rounded addition is monotone, so (place, rank) comes after all other (p, r) with
   p <= place and r <= rank: after place * rank - 1. The best B of all levels hold at most the best
   B of each, and with a node its parent, whose cost is no higher and whose depth is lower.
+
+In a first-order draft, parents of one depth have rows of their own, and nothing is known of (p, r)
+with another p. But (place, rank) at a depth comes after its rank - 1 siblings, after its parent
+and the place - 1 parents before that one, and after the depth - 2 ancestors above them, all of them
+different nodes: only those with place + rank + depth <= B + 2 can be chosen, at depth 1 too. Which
+rows they are in depends on the parents kept, so costs are gathered level by level.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float32, Int32, Int64
-from numpy import ndarray
 from torch import Tensor
 
 from ddtree.errors import MarginalsError
-from ddtree.types import DraftTree
-
-# int64 is the one word that every torch device and compiler can shift, mask, gather and index
-# with (unsigned words lack kernels), and a tree of 63 nodes and its root fit into one.
-WORD_BITS = 64
+from ddtree.tree.batched_plan import WORD_BITS, Plan, cached_plan, make_plan
+from ddtree.types import DraftTree, Transitions
 
 # A key is cost bits * 2^32 + candidate number. Number 0 is the root, or nothing if the cost is inf.
 _COST_UNIT = 1 << 32
@@ -62,7 +63,7 @@ class BatchedTrees:
         log_probs: [R, N], the scores.
         num_rows: [R], real rows, the root included.
         valid: [R], False where the marginals were not legal (NaN, a log-prob above 0, a row out
-            of order): that request's tree is its root alone.
+            of order, a rank that there is none of): that request's tree is its root alone.
         ancestor_words: [R, N, W], W = ceil(N / 64); bit j % 64 of word j // 64 is set where node j
             is the row's node or an ancestor of it.
     """
@@ -104,6 +105,7 @@ def build_trees(
     token_ids: Int64[Tensor, "R L K"],
     root_ids: Int64[Tensor, " R"],
     budget: int,
+    transitions: Transitions | None = None,
 ) -> BatchedTrees:
     """Build the draft tree of highest expected acceptance length of each request.
 
@@ -115,6 +117,7 @@ def build_trees(
         token_ids: [R, L, K].
         root_ids: [R], the tokens at node 0.
         budget: B >= 0, the most nodes besides the root, of every request.
+        transitions: [R, L - 1, K, K], of first-order drafts.
 
     Returns:
         Trees of N = B + 1 rows on the device of `log_probs`; legality is told by `valid`.
@@ -129,53 +132,60 @@ def build_trees(
     >>> trees.token_ids.tolist(), trees.parents.tolist()
     ([[1, 7, 5, 8]], [[-1, 0, 1, 0]])
     """
-    if token_ids.shape != log_probs.shape or root_ids.shape != log_probs.shape[:1]:
-        shapes = (tuple(tensor.shape) for tensor in (log_probs, token_ids, root_ids))
-        raise MarginalsError(
-            "marginals",
-            expected="log_probs and token_ids of one shape [R, L, K], and root_ids [R]",
-            got=", ".join(map(str, shapes)),
-            remedy="Gather the token ids with the same top-k as the log-probs, one root each.",
-        )
+    _check_shapes(log_probs, token_ids, root_ids, transitions)
     num_requests, num_depths, num_ranks = log_probs.shape
     device = log_probs.device
     # Fake tensors (tracing, torch.export) must not end up in the cache of real ones.
-    make_plan = _cached_plan if type(log_probs) is Tensor else _make_plan
+    plan_of = cached_plan if type(log_probs) is Tensor else make_plan
     # index: where torch.compile made a size symbolic, because it changed once, use its value.
-    plan = make_plan(index(budget), index(num_depths), index(num_ranks), device)
-    # Detached: a plan made in inference mode could not be saved for a backward pass.
-    log_probs_RLK = log_probs.detach().to(torch.float32)
-    # Written so that NaN is False.
-    is_sorted_RL = (log_probs_RLK[:, :, 1:] <= log_probs_RLK[:, :, :-1]).all(dim=2)
-    valid_R = ((log_probs_RLK <= 0).all(dim=2) & is_sorted_RL).all(dim=1)
-    costs_RLK = log_probs_RLK.abs().masked_fill(~valid_R[:, None, None], torch.inf)
+    sizes = index(budget), index(num_depths), index(num_ranks)
+    plan = plan_of(*sizes, transitions is not None, device)
+    tables = _tables_of(log_probs, token_ids, root_ids, transitions)
 
-    keys_RN, slots_RN = _best(costs_RLK, plan)
-    costs_RN = (keys_RN >> 32).to(torch.int32).view(torch.float32)
+    best = _best(tables, plan)
+    costs_RN = (best.keys >> 32).to(torch.int32).view(torch.float32)
     is_real_RN = costs_RN < torch.inf
-    numbers_RN = (keys_RN & (_COST_UNIT - 1)).masked_fill(~is_real_RN, 0)
+    numbers_RN = (best.keys & (_COST_UNIT - 1)).masked_fill(~is_real_RN, 0)
 
     # Where each kept candidate went; a parent is always among those that went somewhere.
     rows_N = torch.arange(budget + 1, device=device)
-    place_of_slot_RS = slots_RN.new_zeros((num_requests, plan.num_slots)).scatter(
-        1, slots_RN, rows_N.expand(num_requests, -1)
+    place_of_slot_RS = best.slots.new_zeros((num_requests, plan.num_slots)).scatter(
+        1, best.slots, rows_N.expand(num_requests, -1)
     )
     parents_RN = torch.where(
         numbers_RN > 0,
         place_of_slot_RS.gather(1, plan.parent_slots[numbers_RN]),
         plan.rootless_parents,
     )
-    tokens_RX = torch.cat([root_ids[:, None], token_ids.flatten(1)], dim=1)
     return BatchedTrees(
-        token_ids=tokens_RX.gather(1, plan.cells[numbers_RN]),
+        token_ids=tables.token_ids.gather(1, best.cells.masked_fill(~is_real_RN, 0)),
         parents=parents_RN.to(torch.int32),
         depths=plan.depths[numbers_RN],
         ranks=plan.ranks[numbers_RN],
         log_probs=(-costs_RN).masked_fill(costs_RN == 0, 0.0),  # never -0.0
         num_rows=is_real_RN.sum(dim=1).to(torch.int32),
-        valid=valid_R,
+        valid=tables.valid,
         ancestor_words=_ancestor_words(parents_RN, plan),
     )
+
+
+def _check_shapes(
+    log_probs: Tensor, token_ids: Tensor, root_ids: Tensor, transitions: Transitions | None
+) -> None:
+    tensors = [log_probs, token_ids, root_ids]
+    expected = [log_probs.shape, log_probs.shape, log_probs.shape[:1]]
+    if transitions is not None:
+        num_requests, num_depths, num_ranks = log_probs.shape
+        tensors += [transitions.log_probs, transitions.ranks]
+        expected += [torch.Size((num_requests, num_depths - 1, num_ranks, num_ranks))] * 2
+    if [tensor.shape for tensor in tensors] != expected:
+        raise MarginalsError(
+            "marginals",
+            expected="log_probs and token_ids of one shape [R, L, K], root_ids [R]"
+            + (", transitions [R, L - 1, K, K]" if transitions is not None else ""),
+            got=", ".join(str(tuple(tensor.shape)) for tensor in tensors),
+            remedy="Gather the token ids with the same top-k as the log-probs, one root each.",
+        )
 
 
 def expand_ancestors(ancestor_words: Int64[Tensor, "R N W"]) -> Bool[Tensor, "R N N"]:
@@ -195,120 +205,105 @@ def expand_ancestors(ancestor_words: Int64[Tensor, "R N W"]) -> Bool[Tensor, "R 
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What follows from (B, L, K) alone, on the device.
-
-    C candidates by number, the root being 0; they fill S >= N slots: the root, the kept ones of
-    each level in order, and nothings up to N.
+class _Tables:
+    """What a draft says, in X cells: the root, [L, K], and if it is a first-order one [L-1, K, K].
 
     Args:
-        level_sizes: candidates of each depth, the root's included.
-        nums_kept: how many slots they get, from depth 1 on.
-        num_slots: S.
-        parent_places: the parent's place in its level, from 0.
-        parent_slots: the parent's slot.
-        cells: 0 for the root's token, else 1 + index into the flat [L, K] tables.
-        depths: [C].
-        ranks: [C].
-        rootless_parents: the parents of rows that have none: -1 for the root, else the row.
-        own_words: the bit of each row.
+        costs: [R, X], negated log-probs; infinite in requests that are not legal.
+        token_ids: [R, X].
+        columns: [R, X], the token's rank in [L, K], 0 for the root; None without transitions.
+        valid: [R].
     """
 
-    level_sizes: tuple[int, ...]
-    nums_kept: tuple[int, ...]
-    num_slots: int
-    parent_places: Int64[Tensor, " C"]
-    parent_slots: Int64[Tensor, " C"]
-    cells: Int64[Tensor, " C"]
-    depths: Int32[Tensor, " C"]
-    ranks: Int32[Tensor, " C"]
-    rootless_parents: Int64[Tensor, " N"]
-    own_words: Int64[Tensor, "N W"]
+    costs: Float32[Tensor, "R X"]
+    token_ids: Int64[Tensor, "R X"]
+    columns: Int64[Tensor, "R X"] | None
+    valid: Bool[Tensor, " R"]
 
 
-def _make_plan(budget: int, num_depths: int, num_ranks: int, device: torch.device) -> _Plan:
-    """Number the candidates. A node at depth d has d - 1 above it, so B depths are enough."""
-    places, slots, cells = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
-    depths, ranks = [np.zeros(1, np.int32)], [np.full(1, -1, np.int32)]
-    nums_kept: list[int] = []
-    num_slots = num_parents = 1
-    for depth in range(1, min(num_depths, budget) + 1):
-        place, rank = _pairs(num_parents, num_ranks, budget)
-        places.append(place)
-        slots.append(num_slots - num_parents + place)
-        cells.append(1 + (depth - 1) * num_ranks + rank)
-        depths.append(np.full(len(place), depth, np.int32))
-        ranks.append(rank.astype(np.int32))
-        num_parents = min(len(place), budget)
-        nums_kept.append(num_parents)
-        num_slots += num_parents
-    num_rows = budget + 1
-    rows = np.arange(num_rows)
-    own_words = np.zeros((num_rows, budget // WORD_BITS + 1), np.uint64)
-    own_words[rows, rows // WORD_BITS] = np.uint64(1) << (rows % WORD_BITS).astype(np.uint64)
-
-    def put(table: ndarray) -> Tensor:
-        return torch.from_numpy(table).to(device)
-
-    return _Plan(
-        level_sizes=tuple(map(len, places)),
-        nums_kept=tuple(nums_kept),
-        num_slots=max(num_slots, num_rows),
-        parent_places=put(np.concatenate(places)),
-        parent_slots=put(np.concatenate(slots)),
-        cells=put(np.concatenate(cells)),
-        depths=put(np.concatenate(depths)),
-        ranks=put(np.concatenate(ranks)),
-        rootless_parents=put(np.where(rows > 0, rows, -1)),
-        own_words=put(own_words.view(np.int64)),
-    )
+def _tables_of(
+    log_probs_RLK: Tensor, token_ids_RLK: Tensor, root_ids: Tensor, behind: Transitions | None
+) -> _Tables:
+    # Detached: a plan made in inference mode could not be saved for a backward pass.
+    said = log_probs_RLK.detach().to(torch.float32)
+    token_ids, columns = [root_ids[:, None], token_ids_RLK.flatten(1)], None
+    in_range = torch.ones_like(root_ids, dtype=torch.bool)
+    if behind is not None:
+        num_requests, num_depths, num_ranks = log_probs_RLK.shape
+        said = torch.cat([said, behind.log_probs.detach().to(torch.float32).flatten(1, 2)], dim=1)
+        # A rank out of range would stop the device where it is looked up.
+        ranks = behind.ranks.clamp(0, num_ranks - 1)
+        in_range = (ranks == behind.ranks).flatten(1).all(dim=1)
+        followers = token_ids_RLK[:, 1:, None].expand(ranks.shape).gather(3, ranks)
+        token_ids.append(followers.flatten(1))
+        alone = torch.arange(num_ranks, device=ranks.device).repeat(num_depths)
+        roots = torch.zeros_like(root_ids)[:, None]
+        columns = torch.cat([roots, alone.expand(num_requests, -1), ranks.flatten(1)], dim=1)
+    # Written so that NaN is False.
+    is_sorted = (said[:, :, 1:] <= said[:, :, :-1]).all(dim=2)
+    valid = ((said <= 0).all(dim=2) & is_sorted).all(dim=1) & in_range
+    costs = said.abs().masked_fill(~valid[:, None, None], torch.inf).flatten(1)
+    costs = torch.cat([torch.zeros_like(costs[:, :1]), costs], dim=1)
+    return _Tables(costs, torch.cat(token_ids, dim=1), columns, valid)
 
 
-def _pairs(
-    num_parents: int, num_ranks: int, budget: int
-) -> tuple[Int64[ndarray, " C"], Int64[ndarray, " C"]]:
-    """(place, rank), both from 0, with (place + 1) * (rank + 1) <= B; in lexicographic order."""
-    counts = np.minimum(budget // np.arange(1, num_parents + 1), num_ranks)
-    place = np.repeat(np.arange(num_parents), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    return place, np.arange(len(place)) - first
+@dataclass(frozen=True)
+class _Best:
+    """The root and the best B candidates of all levels, in order.
+
+    Args:
+        keys: [R, N].
+        slots: [R, N], where each was kept, see `Plan`.
+        cells: [R, N], of each one's token, see `_Tables`.
+    """
+
+    keys: Int64[Tensor, "R N"]
+    slots: Int64[Tensor, "R N"]
+    cells: Int64[Tensor, "R N"]
 
 
-_remembered_plan = lru_cache(maxsize=64)(_make_plan)
-
-
-# torch.compile calls this while it traces and keeps the plan as a constant of the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _cached_plan(budget: int, num_depths: int, num_ranks: int, device: torch.device) -> _Plan:
-    return _remembered_plan(budget, num_depths, num_ranks, device)
-
-
-def _best(
-    costs_RLK: Float32[Tensor, "R L K"], plan: _Plan
-) -> tuple[Int64[Tensor, "R N"], Int64[Tensor, "R N"]]:
-    """Keys of the root and the best B candidates, in order, and the slot that each came from."""
-    num_rows = plan.rootless_parents.shape[0]
-    costs_RX = torch.cat([torch.zeros_like(costs_RLK[:, 0, :1]), costs_RLK.flatten(1)], dim=1)
-    steps_RC = costs_RX.index_select(1, plan.cells)
-    numbers_C = torch.arange(steps_RC.shape[1], device=steps_RC.device)
+def _best(tables: _Tables, plan: Plan) -> _Best:
     sizes = list(plan.level_sizes)
     _, *places = torch.split(plan.parent_places, sizes)
-    kept_costs, *steps = torch.split(steps_RC, sizes, dim=1)
+    _, *cells = torch.split(plan.cells, sizes)
+    numbers_C = torch.arange(plan.cells.shape[0], device=plan.cells.device)
     _, *numbers = torch.split(numbers_C, sizes)
+    # Where no parent matters, one look-up serves all levels.
+    alone: Sequence[Tensor] = ()
+    if tables.columns is None:
+        alone = torch.split(tables.costs.index_select(1, plan.cells), sizes, dim=1)
+    kept_costs = tables.costs[:, :1]
     kept_keys = [torch.zeros_like(kept_costs, dtype=torch.int64)]
-    for place, step, number, num_kept in zip(places, steps, numbers, plan.nums_kept, strict=True):
-        costs = kept_costs.index_select(1, place) + step
+    kept_cells = kept_keys.copy()
+    for depth, (place, number, num_kept) in enumerate(
+        zip(places, numbers, plan.nums_kept, strict=True)
+    ):
+        if tables.columns is None:
+            steps = alone[depth + 1]
+        else:
+            parents = tables.columns.gather(1, kept_cells[-1]).index_select(1, place)
+            cells_RC = cells[depth] + parents * plan.cells_per_parent
+            steps = tables.costs.gather(1, cells_RC)
+        costs = kept_costs.index_select(1, place) + steps
         keys = torch.add(number, costs.view(torch.int32), alpha=_COST_UNIT)
         best = torch.topk(keys, num_kept, dim=1, largest=False, sorted=True)
         kept_costs = costs.gather(1, best.indices)
         kept_keys.append(best.values)
+        if tables.columns is not None:
+            kept_cells.append(cells_RC.gather(1, best.indices))
     num_nothings = plan.num_slots - sum(keys.shape[1] for keys in kept_keys)
-    kept_keys.append(kept_keys[0].new_full((len(costs_RLK), num_nothings), _NOTHING))
+    kept_keys.append(kept_keys[0].new_full((len(tables.costs), num_nothings), _NOTHING))
+    num_rows = plan.rootless_parents.shape[0]
     best = torch.topk(torch.cat(kept_keys, dim=1), num_rows, dim=1, largest=False, sorted=True)
-    return best.values, best.indices
+    if tables.columns is None:
+        cells_RN = plan.cells[best.values & (_COST_UNIT - 1)]
+    else:
+        kept_cells.append(torch.zeros_like(kept_keys[-1]))
+        cells_RN = torch.cat(kept_cells, dim=1).gather(1, best.indices)
+    return _Best(best.values, best.indices, cells_RN)
 
 
-def _ancestor_words(parents_RN: Int64[Tensor, "R N"], plan: _Plan) -> Int64[Tensor, "R N W"]:
+def _ancestor_words(parents_RN: Int64[Tensor, "R N"], plan: Plan) -> Int64[Tensor, "R N W"]:
     """Join each row's bits with those of the row 1, 2, 4, ... steps up; rows without a parent stay.
 
     After k joins a row has its 2^k nearest, itself included, which must reach past the deepest.

@@ -1,8 +1,8 @@
-"""The compiled core in `native/`: trees, their masks and what nodes are worth, in microseconds.
+"""The compiled core in `native/`: trees, their masks, what nodes are worth, and noise.
 
-`build_tree` and `ancestor_mask` equal their readable twins bit for bit, the other two but for
-rounding; what they do is said there. The core is optional: an installation without a C compiler
-has `AVAILABLE` False, and `host`, `geometry` and `sampling.calibration` do without.
+`build_tree`, `ancestor_mask` and `gumbel` equal their readable twins bit for bit, the other two but
+for rounding; what they do is said there. The core is optional: an installation without a C compiler
+has `AVAILABLE` False, and `tree.host`, `tree.geometry` and `sampling` do without.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from ddtree.errors import BackendError
-from ddtree.types import DraftTree, HostMarginals, Marginals
+from ddtree.host_marginals import HostMarginals
+from ddtree.types import DraftTree, Marginals, Transitions
 
 try:
     from ddtree.tree import _native
@@ -46,9 +47,14 @@ def build_tree(marginals: Marginals, root_id: int, budget: int) -> DraftTree:
     ([1, 7, 5, 8], [-1, 0, 1, 0])
     """
     _require()
-    log_probs = _host(marginals.log_probs, torch.float32)
-    token_ids = _host(marginals.token_ids, torch.int64)
-    packed = _native.build_tree(log_probs, token_ids, root_id, budget)
+    behind = marginals.transitions
+    packed = _native.build_tree(
+        _host(marginals.log_probs, torch.float32),
+        _host(marginals.token_ids, torch.int64),
+        root_id,
+        budget,
+        *(() if behind is None else _host_transitions(behind)),
+    )
     if packed is None:
         HostMarginals.of(marginals)
         raise AssertionError("the core refuses marginals that HostMarginals accepts")
@@ -100,10 +106,10 @@ def count(
 def worth(
     counts: Float64[ndarray, "L width"],
     bins: Float64[ndarray, "2 J"],
-    log_probs: Float32[ndarray, "D K"],
+    log_probs: Float32[ndarray, "D *M K"],
     prior_weight: float,
     prior_tokens: float,
-) -> Float32[ndarray, "D K"]:
+) -> Float32[ndarray, "D *M K"]:
     """Log-probs as the counts have it: see `ddtree.sampling.worth.worth`.
 
     Raises:
@@ -111,10 +117,26 @@ def worth(
         ValueError: shapes that do not fit each other, or more than 64 bins.
     """
     _require()
-    found: Float32[ndarray, "D K"] = np.empty(log_probs.shape, np.float32)
+    found: Float32[ndarray, "D *M K"] = np.empty(log_probs.shape, np.float32)
     said = np.ascontiguousarray(log_probs)
     _native.worth(counts, bins, said, found, prior_weight, prior_tokens)
     return found
+
+
+def gumbel(seed: int, position: int, vocab_size: int) -> Float32[ndarray, " V"]:
+    """Noise of one position: see `ddtree.sampling.gumbel.gumbel`.
+
+    Raises:
+        BackendError: the core is not there.
+    """
+    _require()
+    noise: Float32[ndarray, " V"] = np.empty(vocab_size, np.float32)
+    _native.gumbel(seed, position, noise)
+    return noise
+
+
+def _host_transitions(behind: Transitions) -> tuple[ndarray, ndarray]:
+    return _host(behind.log_probs, torch.float32), _host(behind.ranks, torch.int64)
 
 
 def _host(values: Tensor, dtype: torch.dtype) -> ndarray:

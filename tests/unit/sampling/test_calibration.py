@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddtree.host_marginals import HostMarginals
 from ddtree.sampling.calibration import Calibration
-from ddtree.types import HostMarginals, Marginals, Walk
+from ddtree.types import Marginals, Transitions, Walk
 
 IDS = [7, 8, 9]
 
@@ -123,3 +124,86 @@ def test_more_said_is_never_worth_less() -> None:
         calibration.observe(said, walk(int(rng.choice([*IDS, 99]))))
         HostMarginals.of(calibration.apply(whole))  # sorted, none above 0
     assert np.ptp(worth(calibration, whole)) > 0.3
+
+
+# First-order drafts: candidates 7, 8, 9 at every depth.
+
+
+def first_order(first: list[float], behind: list[list[float]], ranks: list[list[int]]) -> Marginals:
+    """Two depths; the row of the second alone is one that must not be looked at."""
+    alone = marginals(first, [1.0, 1.0, 1.0])
+    rows = torch.tensor([behind], dtype=torch.float32).log()
+    return Marginals(alone.log_probs, alone.token_ids, Transitions(rows, torch.tensor([ranks])))
+
+
+SAID = first_order(
+    [0.5, 0.3, 0.1],
+    [[0.9, 0.05, 0.01], [0.6, 0.3, 0.05], [0.4, 0.3, 0.2]],
+    [[0, 1, 2], [2, 1, 0], [1, 2, 0]],
+)
+
+
+def test_a_first_order_draft_is_untouched_at_first() -> None:
+    got = Calibration(2).apply(SAID)
+    assert got.transitions.ranks.equal(SAID.transitions.ranks)
+    torch.testing.assert_close(
+        got.transitions.log_probs.exp(), SAID.transitions.log_probs.exp(), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [
+        ((7, 7), [0.9, 0.05, 0.01]),
+        ((8, 9), [0.6, 0.3, 0.05]),
+        ((9, 8), [0.4, 0.3, 0.2]),
+    ],
+)
+def test_what_is_learnt_is_of_the_row_behind_the_token_that_the_walk_took(
+    path: tuple[int, int], row: list[float]
+) -> None:
+    """As if the walk's own rows had been all that was said, in the order of their own tokens."""
+    told, by_hand = Calibration(2), Calibration(2)
+    rank = IDS.index(path[0])
+    ids = [IDS[column] for column in SAID.transitions.ranks[0, rank].tolist()]
+    assert ids[0] == path[1]
+    said = marginals([0.5, 0.3, 0.1], row)
+    said = Marginals(said.log_probs, torch.tensor([IDS, ids]))
+    for _ in range(20):
+        told.observe(SAID, walk(*path, 99))
+        by_hand.observe(said, walk(*path, 99))
+    assert worth(told, said) == pytest.approx(worth(by_hand, said))
+    assert worth(told, said)[1, 0] > row[0] + 0.02
+
+
+@pytest.mark.parametrize("path", [(99,), (99, 7), (7,)])
+def test_behind_a_token_that_was_no_candidate_nothing_is_learnt(path: tuple[int, ...]) -> None:
+    calibration = Calibration(2)
+    for _ in range(20):
+        calibration.observe(SAID, walk(*path))
+    probe = marginals([0.5, 0.3, 0.1], [0.7, 0.2, 0.1])
+    first, second = worth(calibration, probe)
+    assert second == pytest.approx([0.7, 0.2, 0.1], rel=1e-3)
+    assert first != pytest.approx([0.5, 0.3, 0.1], rel=1e-1)
+
+
+def test_every_row_of_a_depth_goes_through_that_depths_map() -> None:
+    calibration = Calibration(2)
+    for _ in range(20):
+        calibration.observe(SAID, walk(7, 99))
+    got = calibration.apply(SAID)
+    HostMarginals.of(got)
+    for rank, row in enumerate(SAID.transitions.log_probs[0]):
+        alone = Marginals(torch.stack([row, row]), SAID.token_ids)
+        assert got.transitions.log_probs[0, rank].equal(calibration.apply(alone).log_probs[1])
+    assert float(got.transitions.log_probs[0, 0, 0].exp()) < 0.3
+
+
+def test_a_first_order_draft_of_one_depth_is_calibrated_too() -> None:
+    alone = marginals([0.5, 0.3, 0.1])
+    nothing = Transitions(torch.zeros(0, 3, 3), torch.zeros((0, 3, 3), dtype=torch.int64))
+    said = Marginals(alone.log_probs, alone.token_ids, nothing)
+    calibration = Calibration(1)
+    calibration.observe(said, walk(7, 8))
+    assert calibration.apply(said).log_probs.equal(calibration.apply(alone).log_probs)
+    assert calibration.apply(said).transitions.log_probs.shape == (0, 3, 3)

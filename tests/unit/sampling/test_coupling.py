@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -200,3 +201,70 @@ def test_a_banned_token_stays_banned_and_harms_no_weight(chosen: int) -> None:
     assert torch.isfinite(scores[:, [0, *range(2, V)]]).all()
     coupling.observe(walk_of(chosen))
     assert np.isfinite(weights.values).all()
+
+
+# Logits that depend on the token before.
+
+
+@pytest.mark.parametrize("shape", [(L, 4), (L, 2, 5), (2, 3, 3)])
+def test_changes_are_weighed_as_the_logits_that_they_change(shape: tuple[int, ...]) -> None:
+    weights = CouplingWeights(L)
+    weights.values[:] = [[0.5, 0.25], [1.0, 2.0], [0.125, 3.0]]
+    perturb = coupling_at(weights=weights).perturb(POSITION, V)
+    changes = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weighed = perturb.weigh(changes)
+    for depth in range(shape[0]):
+        torch.testing.assert_close(weighed[depth], float(weights.values[depth, 0]) * changes[depth])
+
+
+def test_weighed_changes_of_logits_are_the_changes_of_their_scores() -> None:
+    logits, changes = random_logits(0), random_logits(1)
+    before = coupling_at().perturb(POSITION, V)
+    scores, weighed = before(logits, None), before.weigh(changes)
+    after = coupling_at().perturb(POSITION, V)(logits + changes, None)
+    apart = after - (scores + weighed)
+    # But for the shift of each row, which changes no rank.
+    torch.testing.assert_close(apart, apart[:, :1].expand_as(apart), atol=1e-4, rtol=0)
+
+
+def test_what_is_learnt_is_of_the_logits_behind_the_tokens_that_the_walk_took() -> None:
+    logits, tables = random_logits(0), random_logits(1, V * V).reshape(L, V, V)
+    root, chosen, ids = 17, (3, 5, 8), torch.arange(V).flip(0)
+
+    def changes_behind(token_ids: Sequence[int]) -> torch.Tensor:
+        previous = (root, *token_ids)
+        return torch.stack([tables[depth, token] for depth, token in enumerate(previous)])
+
+    for num_chosen in range(1, L + 1):
+        told, hand_made = CouplingWeights(L), CouplingWeights(L)
+        coupling = coupling_at(weights=told)
+        perturb = coupling.perturb(POSITION, V)
+        perturb(logits, ids)
+        perturb.keep(changes_behind)
+        coupling.observe(walk_of(*chosen[:num_chosen]))
+        coupling = coupling_at(weights=hand_made)
+        full = logits + torch.stack([tables[d, (root, *chosen)[d]] for d in range(L)])
+        coupling.perturb(POSITION, V)(full, ids)
+        coupling.observe(walk_of(*chosen[:num_chosen]))
+        np.testing.assert_allclose(told.values, hand_made.values, rtol=1e-4)
+        assert (
+            (told.values[:num_chosen] != CouplingWeights(L).values[:num_chosen]).any(axis=1).all()
+        )
+
+
+def test_a_pass_that_was_not_asked_for_scores_teaches_nothing() -> None:
+    weights = CouplingWeights(L)
+    coupling = coupling_at(weights=weights)
+    coupling.perturb(POSITION, V)
+    coupling.observe(walk_of(3))
+    assert (weights.values == CouplingWeights(L).values).all()
+
+
+def test_gradients_are_not_wanted_of_what_a_drafter_tells() -> None:
+    table = torch.nn.Parameter(random_logits(1))
+    coupling = coupling_at()
+    perturb = coupling.perturb(POSITION, V)
+    with torch.inference_mode():
+        perturb(random_logits(0), None)
+    perturb.keep(lambda token_ids: table[: len(token_ids) + 1].bfloat16())
+    coupling.observe(walk_of(3, 4))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from ddtree.config import DecodeConfig
 from ddtree.decode import BUILDERS
 from ddtree.errors import BuilderError, TraceError
 from ddtree.models.target import Target
@@ -105,8 +106,9 @@ def test_other_builders_and_budgets_need_the_rounds_that_their_real_runs_need(
     for method in ("dflash", "ddtree"):
         for budget in (0, 3, 17, 64):
             options = {"method": method, "budget": budget, "max_new_tokens": num_new, **rule}
-            real = pair.generate(PROMPT, **options)
-            again = replay(traced, BUILDERS[method], budget)
+            # A pair of its own: what was learnt of the text's repetitions outlives a generation.
+            real = pair_with(kind, **rule).generate(PROMPT, **options)
+            again = replay(traced, BUILDERS[method], budget, lookup=method == "ddtree")
             assert shape(again.rounds) == shape(real.rounds[1:]), (method, budget)
             seen.add(len(again.rounds))
     assert len(seen) > 1
@@ -129,9 +131,10 @@ def test_a_text_may_end_anywhere_in_an_accepted_path(
     traced, first = recorded(pair, PROMPT, budget=4, **options)
     assert len(first.token_ids) <= place + 2
     for method, budget in (("ddtree", 2), ("ddtree", 12), ("dflash", 7)):
-        real = pair.generate(PROMPT, method=method, budget=budget, **options)
+        fresh = pair_with("perfect" if place % 2 else "siblings")
+        real = fresh.generate(PROMPT, method=method, budget=budget, **options)
         assert real.finish_reason == ("length" if end == "length" else "stop")
-        again = replay(traced, BUILDERS[method], budget)
+        again = replay(traced, BUILDERS[method], budget, lookup=method == "ddtree")
         assert shape(again.rounds) == shape(real.rounds[1:]), (method, budget)
 
 
@@ -141,9 +144,23 @@ def test_a_recorded_auto_run_is_replayed_with_fixed_budgets() -> None:
     assert traced.options["budget"] == "auto"
     assert any(done.marginals is None for done in traced.rounds)
     for budget in (2, 16):
-        real = pair.generate(PROMPT, budget=budget, max_new_tokens=NUM_NEW)
+        real = pair_with("dflash").generate(PROMPT, budget=budget, max_new_tokens=NUM_NEW)
         assert real.token_ids == auto.token_ids
         assert shape(replay(traced, build_tree, budget).rounds) == shape(real.rounds[1:])
+
+
+def test_what_was_learnt_of_repetitions_before_is_where_a_replay_begins() -> None:
+    pair = pair_with("siblings")
+    known = pair.lookup_weights(DecodeConfig())
+    for _ in range(60):
+        for kind in range(5):
+            known.learn(kind, 0, 0.0, False)
+    before = known.counts
+    traced, real = recorded(pair, PROMPT, budget=9, max_new_tokens=NUM_NEW)
+    assert traced.lookup == before != known.counts
+    assert shape(replay(traced, build_tree, 9).rounds) == shape(real.rounds[1:])
+    plain, _ = recorded(pair, PROMPT, budget=9, max_new_tokens=NUM_NEW, lookup=False)
+    assert plain.lookup is None
 
 
 def test_builders_get_the_ranks_and_depths_of_a_real_round() -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from ddtree.errors import CacheWriteError, TraceError
+from ddtree.host_marginals import HostMarginals
 from ddtree.models.target import Target
 from ddtree.pair import Pair
 from ddtree.tracing.recording import card_of
 from ddtree.tracing.trace import TraceCard, TracedGeneration, parse_marginals
 from ddtree.tracing.trace_file import TraceWriter, read_trace, write_trace
-from ddtree.types import HostMarginals, Marginals, StageSeconds
+from ddtree.types import Marginals, StageSeconds
 from tests.support import drafters
 from tests.support.disk import fill_disk
 from tests.support.models import VOCAB_SIZE, dflash_drafter, tiny_model, tiny_target
@@ -51,6 +52,7 @@ HEAD = {
         "commit": 0.0,
     },
     "num_ranks": 2,
+    "lookup": [[[0.5, 0.25]], [[2.0, 1.0]]],
     "num_rounds": 1,
     "num_along": 2,
 }
@@ -82,7 +84,7 @@ ALONG = [
     {"kind": "along", "start": 1, "marginals": ROUND["marginals"]},
     {"kind": "along", "start": 2, "marginals": {"log_probs": [[-0.125]], "token_ids": [[5]]}},
 ]
-FIRST = {"format": "ddtree-trace", "version": 1, **dataclasses.asdict(CARD)}
+FIRST = {"format": "ddtree-trace", "version": 2, **dataclasses.asdict(CARD)}
 LINES = [FIRST, HEAD, ROUND, *ALONG]
 
 
@@ -167,6 +169,64 @@ def test_the_golden_is_what_is_written(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == LINES
 
 
+def test_files_of_version_1_are_read(tmp_path: Path) -> None:
+    head = {key: value for key, value in HEAD.items() if key != "lookup"}
+    old = read_trace(put(tmp_path / "a", [{**FIRST, "version": 1}, head, *LINES[2:]]))
+    new = read_trace(put(tmp_path / "b", LINES)).generations[0]
+    assert same(old.generations, [dataclasses.replace(new, lookup=None)])
+
+
+# Behind 4, 2 is more probable than 6; behind 8 nothing but 6 may come.
+TRANSITIONS = {
+    "log_probs": [[[-0.25, -1.5], [-0.5, None]]],
+    "ranks": [[[1, 0], [0, 1]]],
+}
+FIRST_ORDER = {**ROUND["marginals"], "transitions": TRANSITIONS}
+
+
+def test_transitions_mean_what_the_format_says_and_are_written_so(tmp_path: Path) -> None:
+    one_depth = {**ALONG[1]["marginals"], "transitions": {"log_probs": [], "ranks": []}}
+    lines = [
+        FIRST,
+        HEAD,
+        {**ROUND, "marginals": FIRST_ORDER},
+        {**ALONG[0], "marginals": FIRST_ORDER},
+        {**ALONG[1], "marginals": one_depth},
+    ]
+    path = put(tmp_path / "t.jsonl", lines)
+    trace = read_trace(path)
+    behind = trace.generations[0].rounds[0].marginals.transitions
+    assert behind.log_probs.tolist() == [[[-0.25, -1.5], [-0.5, -np.inf]]]
+    assert behind.ranks.tolist() == [[[1, 0], [0, 1]]]
+    assert trace.generations[0].along[2].transitions.log_probs.shape == (0, 1, 1)
+    write_trace(path, trace.card, trace.generations)
+    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == lines
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("damaged", "named"),
+    [
+        ({"log_probs": TRANSITIONS["log_probs"]}, "a line without 'ranks'"),
+        ({"log_probs": [], "ranks": []}, r"here \(1, 2, 2\)"),
+        ({**TRANSITIONS, "ranks": [[[1, 2], [0, 1]]]}, "ranks from 0 to 1"),
+        ({**TRANSITIONS, "ranks": [[[1, 0.5], [0, 1]]]}, "whole numbers"),
+        ({**TRANSITIONS, "ranks": [[1, 0]]}, "whole numbers"),
+        ({**TRANSITIONS, "log_probs": [[[-1.5, -0.25], [-0.5, None]]]}, "sorted"),
+        ({**TRANSITIONS, "log_probs": [[[-0.25], [-0.5, None]]]}, "line 3: "),
+        ({**TRANSITIONS, "log_probs": [[-0.25, -1.5]]}, "a list of numbers"),
+        ({**TRANSITIONS, "log_probs": [[[-0.25, -1.5]], [[-0.5]]]}, "line 3: "),
+    ],
+)
+def test_damaged_transitions_are_named_by_their_line(
+    damaged: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    broken = {**ROUND, "marginals": {**ROUND["marginals"], "transitions": damaged}}
+    with pytest.raises(TraceError, match=named) as error:
+        read_trace(put(tmp_path / "t.jsonl", [FIRST, HEAD, broken, *ALONG]))
+    assert "line 3" in str(error.value)
+
+
 def test_keys_that_a_later_ddtree_adds_are_passed_over(tmp_path: Path) -> None:
     added = [{**line, "weather": "fine"} for line in LINES]
     assert same(
@@ -227,7 +287,10 @@ def test_cut_anywhere_a_file_gives_the_generations_that_are_whole(tmp_path: Path
             b'{"format": "ddtree-bench", "version": 1}\n',
             "a ddtree-trace file, got format 'ddtree-b",
         ),
-        (b'{"format": "ddtree-trace", "version": 2}\n', "expected version 1 .*, got version 2"),
+        (
+            b'{"format": "ddtree-trace", "version": 3}\n',
+            "expected version 1 or 2 .*, got version 3",
+        ),
         (b'{"format": "ddtree-trace", "version": 1}\n', "line 1: .* a line without 'target'"),
     ],
 )

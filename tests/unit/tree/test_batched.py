@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -22,7 +22,7 @@ from ddtree.tree import batched
 from ddtree.tree.batched import BatchedTrees, build_trees, expand_ancestors
 from ddtree.tree.geometry import ancestor_mask
 from ddtree.tree.reference import build_tree
-from ddtree.types import DraftTree, Marginals
+from ddtree.types import DraftTree, Marginals, Transitions
 from tests.unit.tree.test_reference import (
     ALL_SURE,
     ALL_TIES,
@@ -53,6 +53,21 @@ def random_batch(num_requests: int, num_depths: int, num_ranks: int, dtype: torc
     log_probs = logits.to(dtype).float().log_softmax(-1).clamp(max=0)
     best = torch.topk(log_probs, num_ranks)
     return best.values, best.indices, torch.arange(num_requests)
+
+
+def random_first_order_batch(
+    num_requests: int, num_depths: int, num_ranks: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Transitions]:
+    generator = torch.Generator().manual_seed(num_ranks)
+    shape = num_requests, num_depths - 1, num_ranks, num_ranks
+    logits = 3 * torch.randn(shape, generator=generator)
+    log_probs = logits.to(dtype).float().log_softmax(-1).clamp(max=0)
+    behind = log_probs.sort(dim=-1, descending=True)
+    transitions = Transitions(behind.values, behind.indices)
+    return *random_batch(num_requests, num_depths, num_ranks, dtype), transitions
+
+
+RANDOM_BATCHES = [random_batch, random_first_order_batch]
 
 
 def references(inputs: Inputs, budget: int) -> list[DraftTree]:
@@ -204,6 +219,18 @@ def test_illegal_marginals_give_the_root_alone_and_leave_their_neighbours(
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (2, 2, 4, 3), (1, 2, 4, 4), (2, 4, 4)])
+def test_mismatched_transitions_are_an_error_that_tells_all(shape: tuple[int, ...]) -> None:
+    inputs = random_batch(2, 3, 4, torch.float32)
+    behind = Transitions(torch.zeros(shape), torch.zeros((2, 2, 4, 4), dtype=torch.int64))
+    with pytest.raises(
+        MarginalsError, match=r"\[R, L - 1, K, K\], got .*, \(2, 2, 4, 4\)"
+    ) as error:
+        build_trees(*inputs, 5, behind)
+    assert str(shape) in str(error.value)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("ids_shape", "roots_shape"), [((2, 3, 5), (2,)), ((2, 3, 4), (1,)), ((2, 3, 4), (2, 1))]
 )
@@ -228,19 +255,32 @@ def test_a_copied_tree_does_not_share_memory_with_the_batch() -> None:
 
 
 def build_and_expand(
-    log_probs: Tensor, token_ids: Tensor, root_ids: Tensor, budget: int
+    inputs: Sequence[Tensor | Transitions], budget: int, module: ModuleType = batched
 ) -> tuple[BatchedTrees, Tensor]:
-    trees = build_trees(log_probs, token_ids, root_ids, budget)
-    return trees, expand_ancestors(trees.ancestor_words)
+    log_probs, token_ids, root_ids, *transitions = inputs
+    trees = module.build_trees(log_probs, token_ids, root_ids, budget, *transitions)
+    return trees, module.expand_ancestors(trees.ancestor_words)
 
 
-def test_no_value_is_read_and_no_shape_depends_on_one() -> None:
+def moved(
+    inputs: Sequence[Tensor | Transitions], move: Callable[[Tensor], Tensor]
+) -> list[Tensor | Transitions]:
+    return [
+        Transitions(move(part.log_probs), move(part.ranks))
+        if isinstance(part, Transitions)
+        else move(part)
+        for part in inputs
+    ]
+
+
+@pytest.mark.parametrize("random", RANDOM_BATCHES)
+def test_no_value_is_read_and_no_shape_depends_on_one(random) -> None:
     # A fake tensor has no values: reading one, or a shape that depends on one, raises.
-    inputs = random_batch(2, 4, 6, torch.float32)
+    inputs = random(2, 4, 6, torch.float32)
     for budget in (0, 6, 70):
-        real = build_and_expand(*inputs, budget)
+        real = build_and_expand(inputs, budget)
         with FakeTensorMode() as mode:
-            fake = build_and_expand(*(mode.from_tensor(tensor) for tensor in inputs), budget)
+            fake = build_and_expand(moved(inputs, mode.from_tensor), budget)
         for field in dataclasses.fields(BatchedTrees):
             a, b = getattr(fake[0], field.name), getattr(real[0], field.name)
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -264,11 +304,12 @@ class OnlyMeta(TorchDispatchMode):
         return out
 
 
-def test_all_work_is_on_the_device_of_the_input() -> None:
-    inputs = [tensor.to("meta") for tensor in random_batch(2, 4, 6, torch.float32)]
-    build_trees(*inputs, 70)  # the first call brings the index lists there
+@pytest.mark.parametrize("random", RANDOM_BATCHES)
+def test_all_work_is_on_the_device_of_the_input(random) -> None:
+    inputs = moved(random(2, 4, 6, torch.float32), lambda tensor: tensor.to("meta"))
+    build_and_expand(inputs, 70)  # the first call brings the index lists there
     with OnlyMeta():
-        trees, mask = build_and_expand(*inputs, 70)
+        trees, mask = build_and_expand(inputs, 70)
     assert trees.token_ids.shape == (2, 71)
     assert mask.shape == (2, 71, 71)
 
@@ -283,10 +324,10 @@ def as_users_import_it(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_whole_builder_compiles_into_one_graph(as_users_import_it: ModuleType) -> None:
-    def build(*inputs: Tensor, budget: int) -> tuple[object, Tensor]:
-        trees = as_users_import_it.build_trees(*inputs, budget)
-        return trees, as_users_import_it.expand_ancestors(trees.ancestor_words)
+@pytest.mark.parametrize("random", RANDOM_BATCHES)
+def test_the_whole_builder_compiles_into_one_graph(random, as_users_import_it: ModuleType) -> None:
+    def build(*inputs: Tensor | Transitions, budget: int) -> tuple[object, Tensor]:
+        return build_and_expand(inputs, budget, as_users_import_it)
 
     graphs = []
 
@@ -299,9 +340,9 @@ def test_the_whole_builder_compiles_into_one_graph(as_users_import_it: ModuleTyp
     for num_ranks, budget in ((3, 3), (5, 6)):
         graphs.clear()
         for dtype in (torch.bfloat16, torch.float32):
-            inputs = random_batch(2, 2, num_ranks, dtype)
+            inputs = random(2, 2, num_ranks, dtype)
             actual = compiled(*inputs, budget=budget)
-            expected = build_and_expand(*inputs, budget)
+            expected = build_and_expand(inputs, budget)
             assert_same_batch(actual[0], expected[0])
             assert torch.equal(actual[1], expected[1])
         assert len(graphs) == 1

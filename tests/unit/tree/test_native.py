@@ -15,9 +15,10 @@ import ddtree.sampling
 import ddtree.tree
 from ddtree.decode import BUILDERS
 from ddtree.errors import BackendError, MarginalsError
+from ddtree.host_marginals import HostMarginals
 from ddtree.sampling import calibration, worth
 from ddtree.tree import geometry, host, native, reference
-from ddtree.types import DraftTree, HostMarginals, Marginals
+from ddtree.types import DraftTree, Marginals
 from tests.unit.tree.test_geometry import random_trees
 from tests.unit.tree.test_reference import (
     ALL_SURE,
@@ -228,8 +229,22 @@ def test_the_binding_refuses_arrays_that_it_cannot_read() -> None:
         build(log_probs.T, token_ids.T, ROOT, 4)
     with pytest.raises(ValueError, match=r"expected \[L, K\]"):
         build(log_probs[0], token_ids[0], ROOT, 4)
-    with pytest.raises(TypeError, match="4 arguments, got 3"):
+    with pytest.raises(TypeError, match="4 or 6 arguments, got 3"):
         build(log_probs, token_ids, ROOT)
+    behind, ranks = np.zeros((1, 3, 3), np.float32), np.zeros((1, 3, 3), np.int64)
+    assert build(log_probs, token_ids, ROOT, 4, behind, ranks) is not None
+    with pytest.raises(TypeError, match="arguments, got 5"):
+        build(log_probs, token_ids, ROOT, 4, behind)
+    with pytest.raises(TypeError, match="transitions: expected items"):
+        build(log_probs, token_ids, ROOT, 4, behind.astype(np.float64), ranks)
+    with pytest.raises(TypeError, match="followers: expected items"):
+        build(log_probs, token_ids, ROOT, 4, behind, ranks.astype(np.int32))
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        build(log_probs, token_ids, ROOT, 4, behind, ranks.transpose(0, 2, 1))
+    for misshapen in (behind[0], behind[:, :2], np.zeros((2, 3, 3), np.float32)):
+        assert build(log_probs, token_ids, ROOT, 4, misshapen, ranks) is None
+        alike = np.zeros(misshapen.shape, np.int64)
+        assert build(log_probs, token_ids, ROOT, 4, misshapen.copy(), alike) is None
     with pytest.raises(TypeError, match="2 arguments, got 1"):
         mask(np.zeros(2, np.int32))
     with pytest.raises(ValueError, match=r"mask: expected \[N, N\]"):
@@ -295,6 +310,12 @@ def test_what_is_counted_and_what_it_is_worth_equal_the_readable_twin(
             twin.worth(counts, bins, said, prior_weight, prior_tokens) for twin in (native, worth)
         )
         np.testing.assert_allclose(fast, readable, rtol=1e-5, atol=1e-6)
+        several = np.stack([said, np.minimum(said, -1.0), said], axis=1)
+        fast_rows = native.worth(counts, bins, several, prior_weight, prior_tokens)
+        rows = worth.worth(counts, bins, several, prior_weight, prior_tokens)
+        np.testing.assert_allclose(fast_rows, rows, rtol=1e-5, atol=1e-6)
+        assert (fast_rows[:, 0] == fast).all()
+        assert (fast_rows[:, 2] == fast).all()
         HostMarginals.of(Marginals(torch.from_numpy(fast), torch.from_numpy(ids)))
 
 
@@ -310,6 +331,10 @@ def test_the_binding_refuses_counts_that_it_cannot_use() -> None:
     said, ids = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.int64)
     with pytest.raises(ValueError, match=r"log_probs \[D <= L, K\]"):
         native.worth(counts[:1], bins, said, 3.0, 1.5)
+    with pytest.raises(ValueError, match=r"log_probs \[D <= L, K\]"):
+        native.count(counts, bins, said[:, None], ids, (1,), 0.9)
+    with pytest.raises(ValueError, match=r"\[D <= L, M, K\]"):
+        native.worth(counts, bins, said[:, None, None], 3.0, 1.5)
     with pytest.raises(ValueError, match=r"bins \[2, J\]"):
         native.worth(np.zeros((2, 7)), bins, said, 3.0, 1.5)
     with pytest.raises(ValueError, match=r"bins \[2, J\]"):
