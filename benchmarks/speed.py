@@ -4,8 +4,9 @@
 
 Every prompt is run by all arms, one after another in random order, so that a drift of the machine
 hits all alike. Greedy, float32. Fixed budgets are those named below; budget "auto" learns from the
-rounds it decodes, as in use, and from nothing else. Two arms are controls: plain decoding by torch
-with its layers as they are, and a drafter of the real cost whose tokens are random.
+rounds it decodes, as in use, and from nothing else. Trees are the drafter's alone, but for the arms
+named "lookup", which are the default. Two arms are controls: plain decoding by torch with its
+layers as they are, and a drafter of the real cost whose tokens are random.
 Writes speed.json (every prompt and arm) and speed.md (the summary and its card). What
 is measured is kept in speed.unfinished.json after every prompt: a run that was stopped goes
 on from there with the same command, and a finished one leaves none, so the next measures anew.
@@ -35,12 +36,13 @@ PROMPTS = Path(ddtree.__file__).parent / "assets" / "prompts"
 
 @dataclass(frozen=True)
 class Arm:
-    """A method at a budget, with the pair of that name."""
+    """A method at a budget, with the pair of that name; lookup sets the drafter's trees apart."""
 
     name: str
     method: str
     budget: int | str
     pair: str = "shipped"
+    lookup: bool = False
 
 
 ARMS = (
@@ -53,6 +55,8 @@ ARMS = (
     Arm("ddtree-16", "ddtree", 16),
     Arm("ddtree-32", "ddtree", 32),
     Arm("ddtree-auto", "ddtree", "auto"),
+    Arm("ddtree-16-lookup", "ddtree", 16, lookup=True),
+    Arm("ddtree-auto-lookup", "ddtree", "auto", lookup=True),
     Arm("hostile-auto", "ddtree", "auto", "random tokens"),
 )
 FIXED = ("ddtree-4", "ddtree-8", "ddtree-16", "ddtree-32")
@@ -86,14 +90,15 @@ class _RandomSession:
     session: ddtree.DraftSession
     vocab_size: int
 
-    def extend(self, features: torch.Tensor) -> None:
+    def extend(self, features: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `ddtree.DraftSession`."""
-        self.session.extend(features)
+        self.session.extend(features, token_ids)
 
     def propose(self, root_id: int, **options: int) -> ddtree.Marginals:
         """See `ddtree.DraftSession`."""
         said = self.session.propose(root_id, **options)
-        return ddtree.Marginals(said.log_probs, torch.randint_like(said.token_ids, self.vocab_size))
+        drawn = torch.randint_like(said.token_ids, self.vocab_size)
+        return ddtree.Marginals(said.log_probs, drawn, said.transitions)
 
 
 def load_pairs() -> Pairs:
@@ -193,7 +198,11 @@ def run_prompt(
 
 def generate(pairs: Pairs, prompt: str, arm: Arm, max_new_tokens: int) -> ddtree.Generation:
     return pairs[arm.pair].generate(
-        prompt, method=arm.method, budget=arm.budget, max_new_tokens=max_new_tokens
+        prompt,
+        method=arm.method,
+        budget=arm.budget,
+        max_new_tokens=max_new_tokens,
+        lookup=arm.lookup,
     )
 
 
@@ -280,6 +289,10 @@ def targets(rows: list[dict[str, object]]) -> list[str]:
         for a in [r["arms"][name]]
     ]
     return [
+        f"- ddtree-auto-lookup over ar: {ratio('ddtree-auto-lookup', 'ar')}",
+        f"- ddtree-auto-lookup over dflash: {ratio('ddtree-auto-lookup', 'dflash')}",
+        f"- ddtree-auto-lookup over ddtree-16-lookup: "
+        f"{ratio('ddtree-auto-lookup', 'ddtree-16-lookup')}",
         f"- ddtree-auto over ar: {ratio('ddtree-auto', 'ar')}",
         f"- ddtree-auto over ar-torch: {ratio('ddtree-auto', 'ar-torch')}",
         f"- ar over ar-torch: {ratio('ar', 'ar-torch')}",

@@ -55,6 +55,8 @@ class DecodeConfig:
         seed: 0 <= seed < 2**64; one seed gives one text, whatever the method.
         coupled: let the drafter see the noise that will pick the target's tokens: fewer rounds for
             the same text. Without effect when greedy.
+        lookup: let a tree also propose what followed the same tokens earlier in the text. Method
+            ddtree alone.
         max_new_tokens: the length limit, >= 1.
         stop: strings that end the text; they are not part of it.
         ignore_eos: do not end at the model's stop tokens.
@@ -86,6 +88,7 @@ class DecodeConfig:
     logprobs: int | None = None
     seed: int = 0
     coupled: bool = True
+    lookup: bool = True
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -133,20 +136,9 @@ class DecodeConfig:
                 remedy="0 gives the delivered tokens' log-probabilities alone.",
             )
         _check_stop(self.stop)
-        if not isinstance(self.coupled, bool):
-            raise OptionError(
-                "coupled",
-                expected="True or False",
-                got=repr(self.coupled),
-                remedy="False drafts without the noise, for comparison.",
-            )
-        if not isinstance(self.ignore_eos, bool):
-            raise OptionError(
-                "ignore_eos",
-                expected="True or False",
-                got=repr(self.ignore_eos),
-                remedy="True goes on past the model's stop tokens.",
-            )
+        _check_flag("coupled", self.coupled, "False drafts without the noise, for comparison.")
+        _check_flag("lookup", self.lookup, "False drafts by the drafter alone, for comparison.")
+        _check_flag("ignore_eos", self.ignore_eos, "True goes on past the model's stop tokens.")
         _check_grammar(self.json_schema, self.regex, self.ignore_eos)
 
 
@@ -169,6 +161,11 @@ def _check_int(
     limit = f">= {low}" if high is None else f"from {low} to {high}"
     limit += "" if or_else is None else f", or {or_else}"
     raise OptionError(name, expected=f"a whole number {limit}", got=repr(value), remedy=remedy)
+
+
+def _check_flag(name: str, value: object, remedy: str) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(name, expected="True or False", got=repr(value), remedy=remedy)
 
 
 def _check_temperature(value: object) -> None:

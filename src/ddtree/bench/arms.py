@@ -13,7 +13,11 @@ from ddtree.types import METHODS
 
 # What transformers does with the same target: its plain greedy loop and its assisted generation.
 OUTSIDE_METHODS = ("hf-generate", "prompt-lookup", "assistant")
-KNOWN_METHODS = (*METHODS, *OUTSIDE_METHODS)
+# Draft trees of the drafter alone: method "ddtree" with lookup=False.
+NO_LOOKUP = "ddtree-no-lookup"
+TREE_METHODS = ("ddtree", NO_LOOKUP)
+DRAFTING_METHODS = ("dflash", *TREE_METHODS)
+KNOWN_METHODS = (*METHODS, NO_LOOKUP, *OUTSIDE_METHODS)
 DEFAULT_BUDGETS = "8,16,32,auto"
 
 
@@ -38,7 +42,7 @@ def plan_arms(methods: str, budgets: str | None) -> tuple[Arm, ...]:
             got=repr(methods),
             remedy="For example --methods ar,dflash,ddtree.",
         )
-    if budgets is not None and "ddtree" not in names:
+    if budgets is not None and not set(TREE_METHODS) & set(names):
         raise OptionError(
             "budgets",
             expected="no budgets without method ddtree",
@@ -47,9 +51,9 @@ def plan_arms(methods: str, budgets: str | None) -> tuple[Arm, ...]:
         )
     arms = [Arm(name="ar", method="ar")]
     for name in names:
-        if name == "ddtree":
+        if name in TREE_METHODS:
             arms += [
-                Arm(name=f"ddtree-{budget}", method="ddtree", budget=budget)
+                Arm(name=f"{name}-{budget}", method=name, budget=budget)
                 for budget in _budgets(DEFAULT_BUDGETS if budgets is None else budgets)
             ]
         elif name != "ar":
@@ -104,8 +108,9 @@ def decode_config(
     budget = {"ar": 0, "dflash": num_depths}.get(arm.method, arm.budget)
     assert budget is not None, "a tree has a budget"
     return DecodeConfig(
-        method=arm.method,  # type: ignore[arg-type]
+        method="ddtree" if arm.method == NO_LOOKUP else arm.method,  # type: ignore[arg-type]
         budget=budget,
+        lookup=arm.method != NO_LOOKUP,
         temperature=temperature,
         seed=seed,
         max_new_tokens=max_new_tokens,

@@ -35,8 +35,8 @@ class Arm:
 
     Args:
         name: unique in a run: "ar", "dflash", "ddtree-16", "ddtree-auto", "prompt-lookup", ...
-        method: "ar", "dflash", "ddtree", or an outside one: "hf-generate", "prompt-lookup",
-            "assistant".
+        method: "ar", "dflash", "ddtree", "ddtree-no-lookup", or an outside one: "hf-generate",
+            "prompt-lookup", "assistant".
         budget: nodes of a tree; "auto"; None where the method has none.
     """
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ddtree.bench.arms import DRAFTING_METHODS, TREE_METHODS
 from ddtree.bench.outside import PROMPT_LOOKUP_TOKENS
 from ddtree.bench.records import RESULTS_FILE, PromptRecord, Run
 from ddtree.bench.runner import Bench, Plan, TurnKey, measure, plan_prompts, warm_up
@@ -18,7 +19,7 @@ from ddtree.bench.workloads import Suite
 from ddtree.draft import Drafter
 from ddtree.errors import listed
 from ddtree.journal import Journal, write_whole
-from ddtree.models.drafter import DFlashDrafter
+from ddtree.models.loading import LoadedDrafter
 from ddtree.progress import stage_progress
 from ddtree.provenance import drafter_digest, origin
 from ddtree.tracing.recording import card_of
@@ -89,7 +90,7 @@ def run_bench(job: BenchJob, console: Console) -> Run:
         parse=lambda line: Session(**json.loads(line)),
     )
     with closing(journal), closing(sessions):
-        if any(arm.method in ("dflash", "ddtree") for arm in job.bench.arms):
+        if any(arm.method in DRAFTING_METHODS for arm in job.bench.arms):
             job.bench.pair.measure(lambda message: console.print(message, style="dim"))
         done = {TurnKey.of(record): record for record in journal.records}
         if not wanted <= done.keys():
@@ -181,7 +182,9 @@ def _card(job: BenchJob, plan: Plan) -> dict[str, object]:
         "seed": bench.config.seed,
         "options": {
             "methods": list(dict.fromkeys(arm.method for arm in bench.arms)),
-            "budgets": [arm.budget for arm in bench.arms if arm.method == "ddtree"],
+            "budgets": list(
+                dict.fromkeys(arm.budget for arm in bench.arms if arm.method in TREE_METHODS)
+            ),
             "temperatures": list(bench.config.temperatures),
             "max_new_tokens": bench.config.max_new_tokens,
             "limit": bench.config.limit,
@@ -230,7 +233,7 @@ def _identity(drafter: Drafter) -> dict[str, object]:
 
 
 def _name(drafter: Drafter) -> str:
-    return drafter.name if isinstance(drafter, DFlashDrafter) else type(drafter).__name__
+    return drafter.name if isinstance(drafter, LoadedDrafter) else type(drafter).__name__
 
 
 def _dtype(job: BenchJob) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddtree.bench.arms import decode_config, is_outside
+from ddtree.bench.arms import DRAFTING_METHODS, decode_config, is_outside
 from ddtree.bench.outside import Assistant, run_outside
 from ddtree.bench.records import Arm, ArmRecord, PromptRecord, record_generation
 from ddtree.bench.workloads import BenchPrompt, Suite
@@ -289,7 +289,7 @@ def _run_arm(
         recording = Recording(bench.pair, config)
         generation = generate(bench.pair, prompt_ids, config, recording.observe)
         # Asking the drafter along a text serves all arms, since all have the same.
-        first = next((a for a in bench.arms if a.method in ("dflash", "ddtree")), None)
+        first = next((a for a in bench.arms if a.method in DRAFTING_METHODS), None)
         num_ranks = NUM_RANKS if arm == first else None
         traced.writer.write(recording.traced(generation, id=traced.id, num_ranks=num_ranks))
     return record_generation(arm.name, generation, len(prompt_ids))

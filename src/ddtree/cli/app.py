@@ -17,6 +17,7 @@ from ddtree import __version__
 from ddtree.cli.bench import bench
 from ddtree.cli.convert import convert
 from ddtree.cli.options import (
+    AllowUntestedOption,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -133,6 +134,9 @@ def generate(
     no_coupled: Annotated[
         bool, typer.Option("--no-coupled", help="Draft without the sampler's noise: more rounds.")
     ] = False,
+    no_lookup: Annotated[
+        bool, typer.Option("--no-lookup", help="Draft without what the text itself repeats.")
+    ] = False,
     min_new_tokens: MinNewTokensOption = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Length limit.")] = 256,
     stop: Annotated[
@@ -148,6 +152,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    allow_untested: AllowUntestedOption = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -180,6 +185,7 @@ def generate(
         logprobs=logprobs,
         seed=seed,
         coupled=not no_coupled,
+        lookup=not no_lookup,
         max_new_tokens=max_new_tokens,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
@@ -190,7 +196,14 @@ def generate(
         files.refuse_compare()
     request = Request(prompt=read_prompt(prompt), system=system, raw=raw)
     needs_drafter = compare or method != "ar"
-    pair = load_pair(target, drafter, device, dtype, needs_drafter=needs_drafter)
+    pair = load_pair(
+        target,
+        drafter,
+        device,
+        dtype,
+        needs_drafter=needs_drafter,
+        allow_untested=allow_untested,
+    )
     if compare:
         _compare(pair, request, config, as_json=as_json)
     else:

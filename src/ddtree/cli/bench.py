@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from ddtree.cli.options import (
+    AllowUntestedOption,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -40,12 +41,12 @@ def run(
     methods: Annotated[
         str,
         typer.Option(
-            help="ar, dflash, ddtree; outside ones, greedy only: hf-generate, prompt-lookup, "
-            "assistant. ar always runs: it is the baseline."
+            help="ar, dflash, ddtree, ddtree-no-lookup; outside ones, greedy only: hf-generate, "
+            "prompt-lookup, assistant. ar always runs: it is the baseline."
         ),
     ] = "ar,dflash,ddtree",
     budgets: Annotated[
-        str | None, typer.Option(help="Of ddtree, each an arm.", show_default="8,16,32,auto")
+        str | None, typer.Option(help="Of trees, each an arm.", show_default="8,16,32,auto")
     ] = None,
     assistant: Annotated[
         str | None,
@@ -74,6 +75,7 @@ def run(
     drafter: DrafterOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    allow_untested: AllowUntestedOption = False,
 ) -> None:
     """Measure methods side by side: every arm on every prompt, in random order.
 
@@ -107,7 +109,9 @@ def run(
     check_installed()  # before hours of work whose report could not be drawn
     suites = read_suites(suite or PACKAGED_SUITES, source)  # type: ignore[arg-type]
     drafts = any(arm.method in ("dflash", "ddtree") for arm in arms)
-    pair = load_pair(target, drafter, device, dtype, needs_drafter=drafts)
+    pair = load_pair(
+        target, drafter, device, dtype, needs_drafter=drafts, allow_untested=allow_untested
+    )
     small = None if assistant is None else load_assistant(assistant, pair.target, say=say)
     whole = Bench(pair=pair, arms=arms, config=config, assistant=small)
     console = Console(stderr=True)

@@ -291,6 +291,7 @@ def _generate(
         temperature=config.temperature,
         seed=config.seed,
         max_new_tokens=config.max_new_tokens,
+        lookup=False,  # the drafter is evaluated, and not the text
     )
     *_, generation = pair.run(prompt_ids, decode)
     assert isinstance(generation, Generation)

@@ -83,7 +83,7 @@ def test_trees_have_default_budgets_and_other_methods_none() -> None:
 @pytest.mark.parametrize(
     ("methods", "budgets", "named"),
     [
-        ("medusa", None, "methods: expected some of ar, dflash, ddtree, hf-generate"),
+        ("medusa", None, "methods: expected some of ar, dflash, ddtree, ddtree-no-lookup"),
         ("ar,ar", None, "each once, got 'ar,ar'"),
         ("", None, "got ''"),
         ("ar,dflash", "8", "budgets: expected no budgets without method ddtree"),
