@@ -7,6 +7,7 @@ logits is `sampling.coupling`'s.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,10 +16,13 @@ from torch import Tensor
 from ddtree.decode import Stages
 from ddtree.draft import DraftSession, draft
 from ddtree.errors import OptionError
-from ddtree.sampling.coupling import Coupling
+from ddtree.sampling.coupling import Coupling, Perturb
 from ddtree.sampling.rule import DecodingRule
 from ddtree.stopping import Stopping
 from ddtree.types import DraftTree, Marginals, Walk
+
+# As `ddtree.draft.draft`.
+Draft = Callable[[DraftSession, int, int, int, Perturb | None], Marginals]
 
 
 class CoupledDrafting:
@@ -26,10 +30,12 @@ class CoupledDrafting:
 
     Args:
         coupling: of this request; mutated.
+        draft: asks the drafter.
     """
 
-    def __init__(self, coupling: Coupling) -> None:
+    def __init__(self, coupling: Coupling, draft: Draft = draft) -> None:
         self._coupling = coupling
+        self._ask = draft
         # The walk of the prefill comes before the first draft and sets both.
         self._position = self._vocab_size = 0
         self._session: DraftSession | None = None
@@ -45,7 +51,7 @@ class CoupledDrafting:
             _check_takes_perturb(session)
             self._session = session
         perturb = self._coupling.perturb(self._position, self._vocab_size)
-        return draft(session, root_id, num_depths, num_ranks, perturb)
+        return self._ask(session, root_id, num_depths, num_ranks, perturb)
 
     def _walk(
         self,
@@ -62,9 +68,14 @@ class CoupledDrafting:
         return walked
 
 
-def _check_takes_perturb(session: DraftSession) -> None:
+def takes_perturb(session: DraftSession) -> bool:
+    """Whether a drafter lets its logits be changed before it ranks them."""
     parameters = inspect.signature(session.propose).parameters.values()
-    if any(p.name == "perturb" or p.kind is p.VAR_KEYWORD for p in parameters):
+    return any(p.name == "perturb" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _check_takes_perturb(session: DraftSession) -> None:
+    if takes_perturb(session):
         return
     raise OptionError(
         "coupled",

@@ -8,6 +8,7 @@ every token, each with exactly the tokens before it. Greedy output equals the li
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +22,23 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from ddtree.budget import FixedBudget
 from ddtree.config import AUTO, DecodeConfig
-from ddtree.decode import decode
+from ddtree.coupled import CoupledDrafting
+from ddtree.decode import Stages, decode
 from ddtree.draft import Drafter
 from ddtree.errors import OptionError
 from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
+from ddtree.options import check_budget
 from ddtree.pair import stages_for
+from ddtree.sampling.coupling import Coupling, CouplingWeights
 from ddtree.sampling.processors import Foreign
-from ddtree.sampling.rule import Greedy, Processed, Sampling
+from ddtree.sampling.rule import Greedy, Processed, Sampling, sampling_of
 from ddtree.types import FinishReason, Method
 
 
@@ -49,6 +54,7 @@ def custom_generate(
     method: Method = "ddtree",
     budget: int = 16,
     seed: int | None = None,
+    coupled: bool = True,
     **model_kwargs: Any,
 ) -> Int64[Tensor, "R S"] | GenerateDecoderOnlyOutput:
     """A decoding method for `model.generate(..., custom_generate=ddtree.custom_generate)`.
@@ -56,17 +62,19 @@ def custom_generate(
     The library calls it with its own arguments; these are added to `generate`:
 
     Args:
-        drafter: a DFlash checkpoint, or better a loaded one (`ddtree.load_drafter`), which is not
+        drafter: a checkpoint, or better a loaded one (`ddtree.load_drafter`), which is not
             read again by every call. Not needed for method "ar".
         method: "ar", "dflash" or "ddtree".
         budget: B, nodes per round besides the root; a number ("auto" is `ddtree.Pair.generate`'s).
         seed: for do_sample; None draws one from torch's generator, so `torch.manual_seed` holds.
+        coupled: with do_sample, the drafter hears the noise; the text is the same either way.
 
     Returns:
         As `generate`: [1, S] token ids, or an output object if return_dict_in_generate is set.
 
     Raises:
-        OptionError: more than one sequence, beams, padding, or scores asked for.
+        OptionError: more than one sequence, beams, padding, or scores asked for; a drafter that
+            cannot be coupled.
     """
     _check_supported(input_ids, generation_config, model_kwargs)
     target = Target(model, None, name=model.config.name_or_path or "the model")
@@ -77,7 +85,10 @@ def custom_generate(
             got=repr(budget),
             remedy="Use ddtree.load(model).generate for a budget that chooses itself.",
         )
-    options = DecodeConfig(method=method, budget=budget, seed=0 if seed is None else seed)
+    options = DecodeConfig(
+        method=method, budget=budget, seed=0 if seed is None else seed, coupled=coupled
+    )
+    check_budget(0 if method == "ar" else budget, target)
     if method == "ar":
         drafter = None
     elif isinstance(drafter, str | Path):
@@ -96,12 +107,16 @@ def custom_generate(
     stopping = _LibraryStopping(
         stopping_criteria, input_ids[0], generation_config.max_length, streamer
     )
+    rule = _library_rule(logits_processor, seed if generation_config.do_sample else None)
+    stages = stages_for(options.method)
+    if coupled and drafter is not None:
+        stages = _coupled(stages, rule, logits_processor, drafter.num_depths)
     for _ in decode(
         target,
         drafter,
         prompt_ids,
-        stages=stages_for(options.method),
-        rule=_library_rule(logits_processor, seed if generation_config.do_sample else None),
+        stages=stages,
+        rule=rule,
         stopping=stopping,
         budget=FixedBudget(budget),
     ):
@@ -118,6 +133,23 @@ def _library_rule(processors: LogitsProcessorList, seed: int | None) -> Processe
     """The library's processors, temperature among them, with our noise if it samples."""
     then = Greedy() if seed is None else Sampling(temperature=1.0, seed=seed)
     return Processed([Foreign((processors,))], then, num_prompt_tokens=0)
+
+
+def _coupled(
+    stages: Stages, rule: Processed, processors: LogitsProcessorList, num_depths: int
+) -> Stages:
+    """The same stages, coupled if the rule samples. What is learnt ends with this call."""
+    sampling = sampling_of(rule)
+    if sampling is None:
+        return stages
+    # The rule's own is 1: the library's processors have divided by theirs before.
+    temperatures = [p.temperature for p in processors if isinstance(p, TemperatureLogitsWarper)]
+    coupling = Coupling(
+        temperature=math.prod(temperatures),
+        noise=sampling.noise,
+        weights=CouplingWeights(num_depths),
+    )
+    return CoupledDrafting(coupling).attached(stages)
 
 
 @dataclass

@@ -18,11 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ddtree.budget import AutoBudget, Budget, Experience, FixedBudget
 from ddtree.config import AUTO, DecodeConfig
 from ddtree.costs import profile_for
-from ddtree.coupled import CoupledDrafting
+from ddtree.coupled import CoupledDrafting, Draft
 from ddtree.decode import BUILDERS, Stages, decode
-from ddtree.draft import Drafter
+from ddtree.draft import Drafter, draft
 from ddtree.errors import OptionError
+from ddtree.legal import LegalDrafting
 from ddtree.logprobs import LogprobRecorder
+from ddtree.lookup import LookupDrafting
 from ddtree.models import zoo
 from ddtree.models.loading import load_drafter, load_target
 from ddtree.models.target import Target
@@ -30,12 +32,16 @@ from ddtree.options import as_json, as_pairs, as_tuple, as_tuples, check_options
 from ddtree.prompt import Prompt, check_fits, encode
 from ddtree.sampling.coupling import Coupling, CouplingWeights
 from ddtree.sampling.grammar import Grammar, Grammars
+from ddtree.sampling.legality import legality_of
+from ddtree.sampling.lookup import Guessing, new_weights
+from ddtree.sampling.mixture import MixtureWeights
 from ddtree.sampling.processors import LogitsProcessor, words_as_tokens
 from ddtree.sampling.rule import Rule, rule_for, sampling_of
 from ddtree.stopping import TextStopping
 from ddtree.text import TextStream
 from ddtree.timing import Stopwatch
 from ddtree.types import Generation, Method, Round
+from ddtree.untested import check_first_text
 
 
 def load(
@@ -45,23 +51,33 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    allow_untested: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Pair:
     """Load a target and its drafter.
 
     Args:
         target: a hub id, a local folder, the alias "smollm2-135m", or a loaded causal LM.
-        drafter: the same for a DFlash checkpoint, or any `Drafter`. None takes the drafter that is
+        drafter: the same for a drafter, or any `Drafter`. None takes the drafter that is
             known for this target; without one, only method "ar" can be used.
         tokenizer: used in place of the target's own; needed with a loaded model to work with text.
         device: "auto" (cuda, mps, cpu in this order) or a name.
         dtype: "auto" (float32 on a CPU, else the checkpoint's) or a name.
+        allow_untested: let in a target of an architecture that is not in the table, see
+            `load_target`; the first text is held against plain decoding.
         say: told what takes long, such as a download.
 
     Raises:
         UserError: see `load_target` and `load_drafter`.
     """
-    loaded = load_target(target, tokenizer=tokenizer, device=device, dtype=dtype, say=say)
+    loaded = load_target(
+        target,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        allow_untested=allow_untested,
+        say=say,
+    )
     source = zoo.known_drafter(loaded.name) if drafter is None else drafter
     if isinstance(source, str | Path):
         return Pair(loaded, load_drafter(source, loaded, say=say))
@@ -70,7 +86,7 @@ def load(
             "drafter",
             expected="a hub id, a folder, or an object with layer_ids, num_depths and start",
             got=type(source).__name__,
-            remedy="Give the DFlash checkpoint itself; ddtree loads it.",
+            remedy="Give the drafter's checkpoint itself; ddtree loads it.",
         )
     return Pair(loaded, source)
 
@@ -107,6 +123,7 @@ class Pair:
         logprobs: int | None = None,
         seed: int = 0,
         coupled: bool = True,
+        lookup: bool = True,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
@@ -126,7 +143,8 @@ class Pair:
                 "grammar".
             method, budget, temperature, top_k, top_p, min_p, typical_p, repetition_penalty,
                 presence_penalty, frequency_penalty, bad_words, bad_words_ids, suppress_tokens,
-                min_new_tokens, regex, logprobs, seed, coupled, max_new_tokens, stop, ignore_eos:
+                min_new_tokens, regex, logprobs, seed, coupled, lookup, max_new_tokens, stop,
+                ignore_eos:
                 see `DecodeConfig`.
 
         Raises:
@@ -156,6 +174,7 @@ class Pair:
             logprobs=logprobs,
             seed=seed,
             coupled=coupled,
+            lookup=lookup,
             max_new_tokens=max_new_tokens,
             stop=stop,
             ignore_eos=ignore_eos,
@@ -189,6 +208,7 @@ class Pair:
         logprobs: int | None = None,
         seed: int = 0,
         coupled: bool = True,
+        lookup: bool = True,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
@@ -219,6 +239,7 @@ class Pair:
             logprobs=logprobs,
             seed=seed,
             coupled=coupled,
+            lookup=lookup,
             max_new_tokens=max_new_tokens,
             stop=as_tuple(stop),
             ignore_eos=ignore_eos,
@@ -249,7 +270,29 @@ class Pair:
         check_fits(len(prompt_ids), config.max_new_tokens, self.target)
         rule = self.rule(config, len(prompt_ids), logits_processor)
         stages = self._stages(config, rule)
-        return self._run(prompt_ids, config, rule, stages if observe is None else observe(stages))
+        observed = stages if observe is None else observe(stages)
+        pieces = self._run(prompt_ids, config, rule, observed)
+        if not self.target.untested or config.method == "ar":
+            return pieces
+        return self._checked(pieces, prompt_ids, config, logits_processor)
+
+    def _checked(
+        self,
+        pieces: Iterator[str | Generation],
+        prompt_ids: list[int],
+        config: DecodeConfig,
+        logits_processor: Sequence[LogitsProcessor],
+    ) -> Iterator[str | Generation]:
+        """The first text of a target that is not in the table, held against plain decoding."""
+        for item in pieces:
+            if isinstance(item, Generation):
+                plain = replace(config, method="ar")
+                *_, expected = self.run(prompt_ids, plain, logits_processor=logits_processor)
+                assert isinstance(expected, Generation)
+                rule = self.rule(config, len(prompt_ids), logits_processor)
+                check_first_text(self.target, rule, prompt_ids, drafted=item, plain=expected)
+                self.target.untested = False
+            yield item
 
     def rule(
         self,
@@ -336,13 +379,37 @@ class Pair:
         return CouplingWeights(self.drafter.num_depths)
 
     def _stages(self, config: DecodeConfig, rule: Rule) -> Stages:
-        stages, sampling = stages_for(config.method), sampling_of(rule)
-        if not config.coupled or sampling is None or config.method == "ar":
+        stages = stages_for(config.method)
+        if config.method == "ar":
             return stages
-        coupling = Coupling(
-            temperature=sampling.temperature, noise=sampling.noise, weights=self.coupling_weights
-        )
-        return CoupledDrafting(coupling).attached(stages)
+        ask: Draft = draft
+        legality = legality_of(rule, self.target.vocab_size)
+        legal = None if legality is None else LegalDrafting(legality, config.method)
+        if legal is not None:
+            stages, ask = replace(stages, draft=legal.ask), legal.ask
+        sampling = sampling_of(rule)
+        if config.coupled and sampling is not None:
+            coupling = Coupling(
+                temperature=sampling.temperature,
+                noise=sampling.noise,
+                weights=self.coupling_weights,
+            )
+            stages = CoupledDrafting(coupling, ask).attached(stages)
+        if config.lookup and config.method == "ddtree":
+            stages = LookupDrafting(Guessing(self.lookup_weights(config))).attached(stages)
+        return stages if legal is None else legal.attached(stages)
+
+    def lookup_weights(self, config: DecodeConfig) -> MixtureWeights:
+        """What the text's own repetitions are worth in drafts of this kind; outlives a generation.
+
+        Args:
+            config: tells the kind: texts of one temperature repeat themselves alike.
+        """
+        return self._lookup_weights.setdefault(_kind_of(config), new_weights())
+
+    @cached_property
+    def _lookup_weights(self) -> dict[tuple[float, bool], MixtureWeights]:
+        return {}
 
     @cached_property
     def experience(self) -> Experience:
@@ -353,19 +420,20 @@ class Pair:
         return self._measured(None)
 
     @cached_property
-    def _experiences(self) -> dict[float, Experience]:
-        """The same for each temperature above 0: a drafter is worth less there, and otherwise."""
+    def _experiences(self) -> dict[tuple[float, bool], Experience]:
+        """The same for each temperature above 0 and for text in a grammar: a drafter is worth more
+        or less there, and otherwise."""
         return {}
 
-    def _experience_at(self, temperature: float) -> Experience:
+    def _experience_of(self, config: DecodeConfig) -> Experience:
         greedy = self.experience
-        if temperature == 0:
+        kind = _kind_of(config)
+        if kind == (0, False):
             return greedy
         assert self.drafter is not None, "plain decoding has no budget"
-        if temperature not in self._experiences:
-            fresh = Experience(greedy.profile, self.drafter.num_depths)
-            self._experiences[temperature] = fresh
-        return self._experiences[temperature]
+        if kind not in self._experiences:
+            self._experiences[kind] = Experience(greedy.profile, self.drafter.num_depths)
+        return self._experiences[kind]
 
     def measure(self, say: Callable[[str], None] | None = None) -> None:
         """Measure now what budget "auto" must know, and not in the first generation.
@@ -386,10 +454,15 @@ class Pair:
             return FixedBudget(config.budget)
         if self.drafter is None or config.method == "ar":
             return FixedBudget(0)
-        return AutoBudget(self._experience_at(config.temperature))
+        return AutoBudget(self._experience_of(config))
 
     def _stop_token_ids(self, config: DecodeConfig) -> frozenset[int]:
         return frozenset() if config.ignore_eos else self.target.eos_token_ids
+
+
+def _kind_of(config: DecodeConfig) -> tuple[float, bool]:
+    """Texts of one kind are drafted alike: by temperature, and in a grammar or not."""
+    return config.temperature, config.json_schema is not None or config.regex is not None
 
 
 def stages_for(method: Method) -> Stages:

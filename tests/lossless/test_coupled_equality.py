@@ -149,7 +149,7 @@ class _Unaware:
     def start(self, capacity: int) -> _Unaware:
         return self
 
-    def extend(self, features: torch.Tensor) -> None:
+    def extend(self, features: torch.Tensor, token_ids: torch.Tensor) -> None:
         pass
 
     def propose(self, root_id: int, *, num_depths: int, num_ranks: int) -> ddtree.Marginals:

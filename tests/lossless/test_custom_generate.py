@@ -91,6 +91,44 @@ def test_sampling_follows_the_seed_and_not_the_method(drafter: DFlashDrafter) ->
     assert texts["ar"][0][PROMPT.shape[1] :] == list(expected.token_ids)
 
 
+def knowing(text: list[int]) -> drafters.LogitsDrafter:
+    """A drafter with the target's logits along this text, and an error on top."""
+    with torch.inference_mode():
+        logits = tiny_model("llama")(input_ids=torch.tensor([text])).logits[0]
+    logits = logits + 0.1 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    return drafters.LogitsDrafter(
+        lambda length, root_id, num_depths: logits[length : length + num_depths]
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampling_is_coupled_with_the_librarys_temperature_and_says_the_same_text(
+    temperature: float,
+) -> None:
+    options = {"do_sample": True, "temperature": temperature, "seed": 7, "top_k": 0}
+    options |= {"custom_generate": ddtree.custom_generate, "budget": 8, "max_new_tokens": 64}
+    expected = generate(**options, method="ar")
+    rounds = {}
+    for coupled in (True, False):
+        drafter = knowing(expected[0].tolist())
+        drafts = []
+        logits = drafter.logits
+        drafter.logits = lambda *place, logits=logits, drafts=drafts: (
+            drafts.append(place) or logits(*place)
+        )
+        ours = generate(**options, drafter=drafter, coupled=coupled)
+        assert ours.tolist() == expected.tolist()
+        assert drafter.num_perturbed == (len(drafts) if coupled else 0)
+        rounds[coupled] = len(drafts)
+    assert rounds[True] <= 0.8 * rounds[False], rounds
+
+
+def test_greedy_generation_is_not_coupled() -> None:
+    drafter = knowing(generate()[0].tolist())
+    generate(custom_generate=ddtree.custom_generate, drafter=drafter)
+    assert drafter.num_perturbed == 0
+
+
 def test_without_a_seed_torchs_own_seed_decides(drafter: DFlashDrafter) -> None:
     options = {"do_sample": True, "custom_generate": ddtree.custom_generate, "drafter": drafter}
     torch.manual_seed(5)

@@ -164,6 +164,42 @@ def test_options_together_give_one_text_with_every_method(names: tuple[str, ...]
     check_equality(options, plain if len(names) == 2 else stepwise(options))
 
 
+BANS = {
+    "suppress_tokens": (29, 45),
+    "bad_words_ids": ((31,), (27, 27)),
+    "logit_bias": ((56, -math.inf), (12, 2.0)),
+    "min_new_tokens": 12,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+@pytest.mark.parametrize("draft_token_ids", [None, torch.arange(0, VOCAB_SIZE, 3)])
+def test_what_is_banned_for_certain_is_not_drafted(
+    draft_token_ids: Tensor | None, temperature: float
+) -> None:
+    options = {**BANS, "temperature": temperature} if temperature else BANS
+    expected = list(generated(options, "ar", None).token_ids)
+    numbers = torch.randn((64, VOCAB_SIZE), generator=torch.Generator().manual_seed(3))
+    numbers[:, [29, 45, 31, 56, *EOS]] += 5
+
+    def logits(length: int, root_id: int, num_depths: int) -> Tensor:
+        rows = numbers[length : length + num_depths]
+        return rows if draft_token_ids is None else rows[:, draft_token_ids]
+
+    for method in ("dflash", "ddtree"):
+        drafter = drafters.LogitsDrafter(logits, draft_token_ids=draft_token_ids)
+        said = generated(options, method, drafter)
+        assert list(said.token_ids) == expected
+        num_tokens = 0
+        for done in said.rounds:
+            if done.tree is not None:
+                assert done.tree.num_nodes > 0 or num_tokens == NUM_NEW - 1
+                assert not {29, 45, 31, 56} & set(done.tree.token_ids[1:].tolist())
+                early = done.tree.depths + num_tokens <= 12
+                assert not set(EOS) & set(done.tree.token_ids[1:][early[1:]].tolist())
+            num_tokens += done.num_tokens
+
+
 class CommittedOnly:
     """What must not be: processors that know the committed text and nothing of the row's path."""
 

@@ -11,7 +11,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
+from numpy import ndarray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,14 @@ class Matcher(Protocol):
         """Go on by tokens; False if they leave the grammar."""
         ...
 
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of these, from the first on, it would go on by."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Whether nothing may come any more."""
+        ...
+
     def compute_bitmask(self) -> bytes:
         """The tokens that may come, a bit each, the lowest bit of a byte first."""
         ...
@@ -39,6 +48,12 @@ class Matcher(Protocol):
     def get_error(self) -> str:
         """What went wrong."""
         ...
+
+
+def allowed_tokens(matcher: Matcher, vocab_size: int) -> Bool[ndarray, " V"]:
+    """Which tokens may come."""
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 class Grammar:
@@ -54,6 +69,10 @@ class Grammar:
         self._matcher = start
         self._num_consumed = 0
 
+    def start(self) -> Matcher:
+        """A state of one's own before the first new token."""
+        return self._start.deep_copy()
+
     def __call__(self, logits: Float[Tensor, " V"], history: History) -> Float[Tensor, " V"]:
         """See `Processor`."""
         if history is not self._history:
@@ -63,8 +82,7 @@ class Grammar:
         legal = self._matcher.consume_tokens(new)
         assert legal, f"the walk left the grammar: {self._matcher.get_error()}"
         self._num_consumed += len(new)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, count=logits.shape[0], bitorder="little").view(np.bool_)
+        allowed = allowed_tokens(self._matcher, logits.shape[0])
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
 
