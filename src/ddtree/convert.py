@@ -1,7 +1,7 @@
 """From one drafter format to the other: the same tensors, bit for bit, in the other's files.
 
 No model is run or built. z-lab's format borrows the target's embedding and head and speculators'
-carries copies, so these two tensors of the target are read from its files: to be added, or to see
+carries both, so these two tensors of the target are read from its files: to be added, or to see
 that what is left out says the same.
 """
 
@@ -17,13 +17,19 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ddtree.errors import CheckpointError, ModelNotFoundError, OptionError
+from ddtree.errors import (
+    CheckpointError,
+    ModelNotFoundError,
+    OptionError,
+    UnsupportedModelError,
+)
 from ddtree.models import zoo
 from ddtree.models.draft_vocabulary import VOCABULARY_FILE
 from ddtree.models.drafter_checkpoint import (
     FORMATS,
     SPECULATORS,
     Z_LAB,
+    DrafterCheckpoint,
     DrafterDeclaration,
     DrafterFormat,
     read_checkpoint,
@@ -35,7 +41,7 @@ from ddtree.models.folder import CONFIG_PATTERNS, read_config, resolve_folder
 from ddtree.models.loading import check_pair, read_target_shape
 from ddtree.models.speculators import speculators_json
 from ddtree.models.speculators_tensors import joined_tensors
-from ddtree.models.target_ends import TargetEnds, check_copies, refuse_unusual_ends
+from ddtree.models.target_ends import TargetEnds, own_ends, refuse_unusual_ends
 from ddtree.provenance import origin
 
 Say = Callable[[str], None]
@@ -119,17 +125,18 @@ def convert(
 
     Args:
         source: a hub id, a local folder, or an embedded alias.
-        to: "speculators" or "z-lab".
+        to: "speculators" or "z-lab". What is in speculators' format already is written anew with
+            the embedding and head that it carries; of these what it lacks is the target's.
         out: a new or empty folder, or one that an earlier conversion wrote.
         target: the drafter's target, by hub id, folder or alias. None takes the one that `source`
             names or is known to belong to. Only its embedding and head are read, and those only
-            to write speculators' format, or where `source` carries copies of them.
+            to write speculators' format, or where `source` carries some.
         say: told what takes long.
 
     Raises:
-        OptionError: no such format, the same one, no target where one is needed, an `out` that
+        OptionError: no such format, z-lab's again, no target where one is needed, an `out` that
             holds something else, or a drafter that the other format has no words for.
-        UnsupportedModelError: copies of embedding or head that are not the target's.
+        UnsupportedModelError: an embedding or head of its own, for which z-lab's has no place.
         ModelNotFoundError, CheckpointError, PairMismatchError: see `load_drafter`.
         CacheWriteError: no room or no permission.
     """
@@ -141,7 +148,7 @@ def convert(
     folder = resolve_folder(name, argument="drafter", say=say)
     _check_out(out, folder)
     declared = read_declaration(folder, name)
-    if to == declared.format:
+    if to == declared.format == Z_LAB:
         raise OptionError(
             "--to",
             expected=f"another format than {name} has",
@@ -149,7 +156,7 @@ def convert(
             remedy="It is in this format already: use it as it is.",
         )
     asked = _Target(given=target, named=declared.verifier or _known_target(name), drafter=name)
-    convert_content = _in_z_lab if declared.format == SPECULATORS else _in_speculators
+    convert_content = _in_z_lab if to == Z_LAB else _in_speculators
     content = convert_content(folder, declared, asked, name, say)
     before = folder / PROVENANCE_FILE
     provenance = {
@@ -208,12 +215,13 @@ def _known_target(name: str) -> str | None:
 def _in_speculators(
     folder: Path, declared: DrafterDeclaration, asked: _Target, name: str, say: Say | None
 ) -> _Content:
-    """The target's two tensors and the vocabulary's map are added."""
+    """Embedding and head, its own or the target's, and the vocabulary's map are added."""
     target = asked.needed()
     shape = read_target_shape(target)
     check_pair(declared.config, shape, name)
     read = read_checkpoint(folder, declared, vocab_size=shape.vocab_size, name=name)
     ends = read_target_ends(target, say=say)
+    own_ends(read, ends, name)  # refuses broken ones
     config = speculators_json(
         declared.config,
         vocab_size=ends.embedding.shape[0],
@@ -221,11 +229,14 @@ def _in_speculators(
         verifier=target,
         architectures=ends.architectures,
     )
+    head, token_ids = read.head, read.draft_token_ids
+    if head is None:
+        head = ends.head if token_ids is None else ends.head[token_ids]
     tensors = joined_tensors(
         read.tensors,
-        draft_token_ids=read.draft_token_ids,
-        embedding=ends.embedding,
-        head=ends.head,
+        draft_token_ids=token_ids,
+        embedding=ends.embedding if read.embedding is None else read.embedding,
+        head=head,
     )
     return _Content(config=config, tensors=tensors, token_ids=None, target=target)
 
@@ -237,20 +248,14 @@ def _in_z_lab(
     config = declared.config
     assert config.vocab_size is not None
     read = read_checkpoint(folder, declared, vocab_size=config.vocab_size, name=name)
-    has_copies = read.embedding is not None or read.head is not None
-    target = asked.needed() if has_copies else asked.given
+    has_ends = read.embedding is not None or read.head is not None
+    target = asked.needed() if has_ends else asked.given
     if target is not None:
         shape = read_target_shape(target)
         check_pair(config, shape, name)
         config = replace(config, num_target_layers=shape.num_layers)
-    if has_copies and target is not None:
-        check_copies(
-            read_target_ends(target, say=say),
-            embedding=read.embedding,
-            head=read.head,
-            draft_token_ids=read.draft_token_ids,
-            name=name,
-        )
+    if has_ends and target is not None:
+        _refuse_own_ends(read, read_target_ends(target, say=say), name)
     dtype = str(_dtype(read.tensors)).removeprefix("torch.")
     token_ids = None if read.draft_token_ids is None else read.draft_token_ids.tolist()
     return _Content(
@@ -259,6 +264,17 @@ def _in_z_lab(
         token_ids=token_ids,
         target=target,
     )
+
+
+def _refuse_own_ends(read: DrafterCheckpoint, ends: TargetEnds, name: str) -> None:
+    for end in own_ends(read, ends, name).found:
+        raise UnsupportedModelError(
+            f"drafter {name}: {end.key}",
+            expected=f"the numbers of target {ends.name}, which z-lab's format borrows",
+            got=end.difference,
+            remedy="Check that this is the drafter's target. If it is, stay with speculators' "
+            "format: to leave out what is the drafter's own would change what it drafts.",
+        )
 
 
 def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

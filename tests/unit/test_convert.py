@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
     write_speculators,
     write_target,
 )
+from tests.support.drafters import feed
 from tests.support.models import HIDDEN_SIZE, VOCAB_SIZE, tiny_model
 
 THIRD = list(range(1, VOCAB_SIZE, 3))
@@ -71,7 +72,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @torch.inference_mode()
 def proposed(drafter: DFlashDrafter) -> tuple[torch.Tensor, torch.Tensor]:
     session = drafter.start(16)
-    session.extend(torch.randn(12, 2 * HIDDEN_SIZE, generator=torch.Generator().manual_seed(1)))
+    feed(session, torch.randn(12, 2 * HIDDEN_SIZE, generator=torch.Generator().manual_seed(1)))
     marginals = session.propose(7, num_depths=drafter.num_depths, num_ranks=VOCAB_SIZE)
     return marginals.token_ids, marginals.log_probs
 
@@ -181,6 +182,81 @@ def test_the_target_of_the_embedded_drafter_is_known(
     assert done.target == "smollm2-135m"
 
 
+# An embedding and a head of its own.
+
+
+def retrain(*keys: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for key in keys:
+            tensors[key][3] += 0.01
+
+    return edit
+
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("token_ids", [None, THIRD], ids=["whole", "reduced"])
+def test_written_anew_a_drafter_keeps_what_is_its_own(
+    token_ids: list[int] | None, llama: str, tmp_path: Path
+) -> None:
+    source = write_speculators(
+        tmp_path / "a",
+        draft_token_ids=token_ids,
+        edit=retrain(EMBEDDING, HEAD),
+        sample_from_anchor=True,
+    )
+    done = there(source, tmp_path / "b", llama)
+    assert (done.source_format, done.format) == ("speculators", "speculators")
+    assert same(weights(source), weights(tmp_path / "b"))
+    target = load_target(llama, device="cpu")
+    drafters = [load_drafter(folder, target) for folder in (source, tmp_path / "b")]
+    assert drafters[1].config == drafters[0].config
+    assert drafters[1].num_depths == 8
+    (ids, log_probs), (ids_again, log_probs_again) = map(proposed, drafters)
+    assert ids.equal(ids_again)
+    assert log_probs.equal(log_probs_again)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    (method,) = config["speculators_config"]["proposal_methods"]
+    assert (config["sample_from_anchor"], method["speculative_tokens"]) == (True, 8)
+
+
+def test_written_anew_a_drafter_has_what_a_file_of_today_has(llama: str, tmp_path: Path) -> None:
+    def other_ages(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[EMBEDDING]
+        tensors["verifier_norm.weight"] = torch.ones(HIDDEN_SIZE)
+        tensors["verifier_lm_head.weight"] = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
+
+    plain = write_speculators(tmp_path / "a", draft_token_ids=THIRD)
+    source = write_speculators(tmp_path / "b", draft_token_ids=THIRD, edit=other_ages)
+    there(source, tmp_path / "c", llama)
+    assert same(weights(plain), weights(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (retrain(HEAD), r"lm_head.weight: .*1 of 20 rows.*token 10,"),
+        (retrain(EMBEDDING), r"embed_tokens.weight: .*1 of 61 rows.*token 3,"),
+        (retrain(EMBEDDING, HEAD), r"embed_tokens.weight: .*stay with speculators' format"),
+    ],
+)
+def test_z_labs_format_has_no_place_for_what_is_its_own(
+    edit: Callable[[dict[str, torch.Tensor]], None], named: str, llama: str, tmp_path: Path
+) -> None:
+    source = write_speculators(tmp_path / "a", draft_token_ids=THIRD, edit=edit)
+    with pytest.raises(UnsupportedModelError, match=named):
+        back(source, tmp_path / "out", llama)
+    assert not (tmp_path / "out").exists()
+
+
+def test_z_labs_format_has_no_word_for_sampling_from_the_anchor(llama: str, tmp_path: Path) -> None:
+    source = write_speculators(tmp_path / "a", sample_from_anchor=True)
+    with pytest.raises(OptionError, match=r"config.sample_from_anchor: expected False, got True"):
+        back(source, tmp_path / "out", llama)
+    assert not (tmp_path / "out").exists()
+
+
 # Where it comes from, and where it goes.
 
 
@@ -266,16 +342,6 @@ def test_a_missing_target_is_asked_for(tmp_path: Path) -> None:
         back(write_speculators(tmp_path / "b"), tmp_path / "out")
     with pytest.raises(ModelNotFoundError, match="'/nowhere'"):
         there(tmp_path / "a", tmp_path / "out", "/nowhere")
-
-
-def test_a_head_of_its_own_is_never_left_out(llama: str, tmp_path: Path) -> None:
-    def train(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"][3] += 0.01
-
-    source = write_speculators(tmp_path / "a", draft_token_ids=THIRD, edit=train)
-    with pytest.raises(UnsupportedModelError, match=r"lm_head.weight: .*1 of 20 rows.*token 10,"):
-        back(source, tmp_path / "out", llama)
-    assert not (tmp_path / "out").exists()
 
 
 def lack_the_head(target: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ddtree convert`: a drafter in the other format."""
+"""`ddtree convert`: a drafter in the other format, or in speculators' anew."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Write a drafter in another format: the same tensors, bit for bit."""
+    """Write a drafter in z-lab's or speculators' format: the same tensors, bit for bit."""
     from ddtree import convert as conversion
     from ddtree.models.loading import silence_transformers
 

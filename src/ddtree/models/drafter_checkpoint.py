@@ -1,7 +1,7 @@
 """A drafter's folder in whichever format it is: what it declares, then what it holds, checked.
 
 Two steps, because whether a drafter fits a target is asked before gigabytes are read. Knows no
-target: the copies of a target's weights that a folder carries are handed on.
+target: an embedding and a head that a folder carries are handed on.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ddtree.errors import UnsupportedModelError
 from ddtree.models.draft_vocabulary import read_draft_vocabulary
-from ddtree.models.drafter import DFlashNetwork
 from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
-from ddtree.models.drafter_weights import check_tensors, read_tensors
+from ddtree.models.drafter_network import DFlashNetwork
+from ddtree.models.drafter_weights import check_finite, check_tensors, read_tensors
 from ddtree.models.folder import read_config
+from ddtree.models.medusa import is_medusa
+from ddtree.models.pard import is_pard
 from ddtree.models.speculators import is_speculators, parse_speculators_config, verifier_name
 from ddtree.models.speculators_tensors import split_tensors
 
@@ -50,7 +53,8 @@ class DrafterCheckpoint:
     Args:
         tensors: those of the network, exactly, as they are stored.
         draft_token_ids: [Vd] int64, ascending; None if every token can be proposed.
-        embedding: [V, D], a copy of the target's that is still to be checked; None without one.
+        embedding: [V, D], a copy of the target's or one of its own, which `target_ends` tells;
+            None without one.
         head: [Vd, D], the same of the head's rows.
     """
 
@@ -71,6 +75,13 @@ def read_declaration(folder: Path, name: str) -> DrafterDeclaration:
         ModelNotFoundError, CheckpointError, UnsupportedModelError: see `loading.load_drafter`.
     """
     raw, source = read_config(folder, "drafter"), f"{name}/config.json"
+    if is_medusa(raw) or is_pard(raw):
+        raise UnsupportedModelError(
+            f"drafter {name}",
+            expected="a DFlash drafter",
+            got="Medusa heads" if is_medusa(raw) else "a PARD drafter",
+            remedy="It can be drafted with as it is; there is no other format of it.",
+        )
     if is_speculators(raw):
         config = parse_speculators_config(raw, source)
         return DrafterDeclaration(format=SPECULATORS, config=config, verifier=verifier_name(raw))
@@ -89,7 +100,8 @@ def read_checkpoint(
         name: of the drafter, for messages.
 
     Raises:
-        CheckpointError: tensors missing, left over or misshapen, or a broken draft vocabulary.
+        CheckpointError: tensors missing, left over, misshapen or not finite, or a broken draft
+            vocabulary.
         UnsupportedModelError: tensors of a variant that would be silently wrong.
     """
     config = declared.config
@@ -109,4 +121,6 @@ def read_checkpoint(
     with torch.device("meta"):
         network = DFlashNetwork(config)
     check_tensors(checkpoint.tensors, network, name)
+    for key, tensor in checkpoint.tensors.items():
+        check_finite(key, tensor, name)
     return checkpoint

@@ -25,6 +25,12 @@ _ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
+DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
+# What DFlash2 adds to `dflash_config`, all or none of it.
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# What no checkpoint comes near; beyond it torch would fail, or build layers for hours.
+LARGEST_COUNT = 2**31
+_MOST_LAYERS = _MOST_SLOTS = 1000
 _FORMAT_REMEDY = "Give a DFlash checkpoint as it was published (docs/architecture.md, Drafters)."
 
 
@@ -54,6 +60,13 @@ class DrafterConfig:
         final_logit_softcapping: cap c of c * tanh(logits / c), or None.
         input_embedding_scale: factor on the block's embeddings.
         draft_vocab_size: Vd, how many of the target's tokens it can propose, or None for all.
+        selector_rank: r of its transition head (DFlash2's selector), or None without one, see
+            `models.transitions`.
+        selector_top_k: candidates per depth that the transition head scores.
+        conv_kernel_size: t, taps of DFlash2's convolutions, or None without them, see
+            `models.dflash2`.
+        conv_group_size: g, neighbouring channels that share their dynamic weights.
+        sample_from_anchor: slot k predicts the position after its own, the root's slot included.
     """
 
     block_size: int
@@ -77,6 +90,26 @@ class DrafterConfig:
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
     draft_vocab_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int = 16
+    conv_kernel_size: int | None = None
+    conv_group_size: int = 16
+    sample_from_anchor: bool = False
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the position behind the root."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether it is of the format's second version, which has convolutions and a selector."""
+        return self.conv_kernel_size is not None
+
+    @property
+    def num_depths(self) -> int:
+        """L, the positions of one pass."""
+        return self.block_size - self.first_slot
 
 
 class _Keys:
@@ -97,10 +130,12 @@ class _Keys:
             f"{self._source}: {key}", expected=expected, got=got, remedy=_FORMAT_REMEDY
         )
 
-    def count(self, key: str, *, low: int = 1) -> int:
+    def count(self, key: str, *, low: int = 1, high: int = LARGEST_COUNT) -> int:
         value = self.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.error(key, f"a whole number >= {low}", repr(value))
+        if value > high:
+            raise self.error(key, f"a whole number <= {high}", value)
         return value
 
     def optional_count(self, key: str) -> int | None:
@@ -137,7 +172,7 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
     """
     keys = _Keys(raw, source)
     _refuse_other_formats(raw, keys, source)
-    num_layers = keys.count("num_hidden_layers")
+    num_layers = keys.count("num_hidden_layers", high=_MOST_LAYERS)
     num_heads = keys.count("num_attention_heads")
     num_kv_heads = keys.count("num_key_value_heads")
     if num_heads % num_kv_heads:
@@ -147,8 +182,13 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
         raise keys.error("head_dim", "an even number, for RoPE", head_dim)
     windows = _windows(keys, num_layers)
     cap = keys.get("final_logit_softcapping")
+    # A head of ours has keys of its own, since it comes without the rest of DFlash2.
+    head = "selector" if _is_dflash2(raw, keys) else "transition"
+    selector_rank = keys.optional_count(f"{head}_rank")
+    if selector_rank is not None and keys.get("draft_vocab_size") is None:
+        keys.count("vocab_size")  # rows of its codebooks
     return DrafterConfig(
-        block_size=keys.count("block_size", low=2),
+        block_size=keys.count("block_size", low=2, high=_MOST_SLOTS),
         mask_token_id=keys.count("mask_token_id", low=0),
         target_layer_ids=_layer_ids(keys, num_layers),
         num_target_layers=keys.optional_count("num_target_layers"),
@@ -169,13 +209,43 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str) -> DrafterConfig:
         final_logit_softcapping=None if cap is None else keys.number("final_logit_softcapping"),
         input_embedding_scale=keys.number("input_embedding_scale", 1.0),
         draft_vocab_size=keys.optional_count("draft_vocab_size"),
+        selector_rank=selector_rank,
+        selector_top_k=keys.optional_count(f"{head}_top_k") or 16,
+        conv_kernel_size=keys.optional_count("conv_kernel_size"),
+        conv_group_size=_group_size(keys),
     )
+
+
+def _is_dflash2(raw: Mapping[str, Any], keys: _Keys) -> bool:
+    """Whether it is DFlash2, which has all of its keys or none."""
+    found = [key for key in DFLASH2_KEYS if keys.get(key) is not None]
+    if not found and DFLASH2 not in (raw.get("architectures") or ()):
+        return False
+    beside = ", ".join(found) or f"architectures {DFLASH2}"
+    for key in DFLASH2_KEYS:
+        if key not in found:
+            raise keys.error(key, f"a whole number >= 1, as DFlash2 has beside {beside}", "none")
+    for key in ("transition_rank", "draft_vocab_size"):
+        if keys.get(key) is not None:
+            raise keys.error(key, f"no such key beside {beside}", repr(keys.get(key)))
+    return True
+
+
+def _group_size(keys: _Keys) -> int:
+    """Channels that share a weight of DFlash2's convolutions."""
+    size, hidden_size = keys.optional_count("conv_group_size"), keys.count("hidden_size")
+    if size is not None and hidden_size % size:
+        raise keys.error("conv_group_size", f"a divisor of hidden_size {hidden_size}", size)
+    return size or 16
 
 
 def _refuse_other_formats(raw: Mapping[str, Any], keys: _Keys, source: str) -> None:
     def refuse(what: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            "drafter", expected="a plain DFlash checkpoint", got=f"{what} in {source}", remedy=why
+            "drafter",
+            expected="a DFlash or DFlash2 checkpoint, Medusa heads or a PARD model",
+            got=f"{what} in {source}",
+            remedy=why,
         )
 
     architectures = raw.get("architectures") or []
@@ -185,15 +255,12 @@ def _refuse_other_formats(raw: Mapping[str, Any], keys: _Keys, source: str) -> N
         raise refuse(
             "the speculators format", "Load it with `load_drafter`, which reads both formats."
         )
-    second = ("conv_kernel_size", "selector_rank", "selector_top_k")
-    if "DFlash2DraftModel" in architectures or any(keys.get(k) is not None for k in second):
-        raise refuse("DFlash2", "Its convolutions and selector are not supported yet.")
-    if "dflash_config" not in raw and "DFlashDraftModel" not in architectures:
+    if "dflash_config" not in raw and not any(name in architectures for name in (DFLASH, DFLASH2)):
         raise refuse(
             f"architectures {architectures!r} without a dflash_config",
             "Check that --drafter names the drafter and not the target.",
         )
-    if keys.get("projector_type") in ("domino", "dspark"):
+    if keys.get("projector_type") not in (None, "dflash"):
         raise refuse(f"projector_type {keys.get('projector_type')!r}", "Not supported yet.")
     if keys.get("quantization_config") is not None:
         raise refuse("quantization_config", "Quantised drafters are not supported; use bf16.")
@@ -204,6 +271,9 @@ def _refuse_other_formats(raw: Mapping[str, Any], keys: _Keys, source: str) -> N
     for key in ("attention_value_scale", "attention_sink_bias"):
         if keys.get(key) is not None:
             raise refuse(key, "This variant would load and be silently wrong.")
+    for key in ("sample_from_anchor", "shift_label"):
+        if keys.get(key) not in (None, False):
+            raise refuse(key, "What it would shift in z-lab's format is not known.")
     if keys.get("hidden_act") not in (None, "silu"):
         raise refuse(f"hidden_act {keys.get('hidden_act')!r}", "Only silu is supported.")
 

@@ -1,4 +1,4 @@
-"""Writing a drafter in z-lab's DFlash format, whole or not at all (CHECKPOINTS A).
+"""Writing a drafter in z-lab's DFlash format, whole or not at all (CHECKPOINTS A and C).
 
 Knows no training: what it writes is what `load_drafter` reads and other engines serve.
 """
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,12 +20,21 @@ from torch import Tensor
 
 from ddtree.errors import CacheWriteError, OptionError, first_line, listed
 from ddtree.models.draft_vocabulary import VOCABULARY_FILE, checked_token_ids
-from ddtree.models.drafter import DFlashNetwork
-from ddtree.models.drafter_config import DrafterConfig
-from ddtree.models.drafter_weights import check_tensors
+from ddtree.models.drafter_config import DFLASH, DFLASH2, DFLASH2_KEYS, DrafterConfig
+from ddtree.models.drafter_network import DFlashNetwork
+from ddtree.models.drafter_weights import TRANSITIONS_FILE, TRANSITIONS_PREFIX, check_tensors
 
 PROVENANCE_FILE = "provenance.json"
-_WRITTEN = frozenset({"config.json", "model.safetensors", VOCABULARY_FILE, PROVENANCE_FILE})
+_WEIGHTS_FILE = "model.safetensors"
+_WRITTEN = frozenset(
+    {
+        "config.json",
+        _WEIGHTS_FILE,
+        VOCABULARY_FILE,
+        PROVENANCE_FILE,
+        Path(TRANSITIONS_FILE).parts[0],
+    }
+)
 
 
 def save_drafter(
@@ -72,16 +82,24 @@ def save_drafter(
     }
     with torch.device("meta"):
         check_tensors(tensors, DFlashNetwork(config), name)
-    write_folder(folder, texts, tensors)
+    selector = [key for key in tensors if key.startswith(TRANSITIONS_PREFIX)]
+    ours = {} if config.is_dflash2 else {key: tensors.pop(key) for key in selector}
+    write_folder(folder, texts, tensors, {TRANSITIONS_FILE: ours} if ours else {})
 
 
-def write_folder(folder: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+def write_folder(
+    folder: Path,
+    texts: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+) -> None:
     """Write a checkpoint's files, as `save_drafter` promises: whole or not at all.
 
     Args:
         folder: where.
         texts: content by file name.
         tensors: of `model.safetensors`; no two may share memory.
+        beside: of further safetensors files, by their path in the folder.
 
     Raises:
         OptionError: `folder` holds other files too.
@@ -89,7 +107,7 @@ def write_folder(folder: Path, texts: Mapping[str, str], tensors: Mapping[str, T
     """
     try:
         _check_replaceable(folder)
-        _write(folder, texts, dict(tensors))
+        _write(folder, texts, {_WEIGHTS_FILE: tensors, **beside})
     except (OSError, SafetensorError) as error:
         raise CacheWriteError(
             str(folder),
@@ -111,7 +129,9 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
-def _write(folder: Path, texts: Mapping[str, str], tensors: dict[str, Tensor]) -> None:
+def _write(
+    folder: Path, texts: Mapping[str, str], tensors: Mapping[str, Mapping[str, Tensor]]
+) -> None:
     """Write beside `folder`, then move into place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -121,10 +141,12 @@ def _write(folder: Path, texts: Mapping[str, str], tensors: dict[str, Tensor]) -
         made.mkdir()
         for file, text in texts.items():
             (made / file).write_text(text, encoding="utf-8")
-        weights = made / "model.safetensors"
-        save_file(tensors, weights, metadata={"format": "pt"})
-        # safetensors makes files that only their owner can read.
-        weights.chmod((made / "config.json").stat().st_mode)
+        for file, content in tensors.items():
+            weights = made / file
+            weights.parent.mkdir(exist_ok=True)
+            save_file(dict(content), weights, metadata={"format": "pt"})
+            # safetensors makes files that only their owner can read.
+            weights.chmod((made / "config.json").stat().st_mode)
         try:
             if folder.exists():
                 folder.rename(older)
@@ -141,11 +163,14 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
     What is not declared, or is as the format has it by default, is left out.
 
     Raises:
-        OptionError: layers with windows or causality that the format has no words for.
+        OptionError: what the format has no words for: slots that predict the position after their
+            own, some windows and causality, a draft vocabulary of DFlash2's.
     """
+    if config.sample_from_anchor:
+        raise _unwritable("sample_from_anchor", "False", config)
     depth = config.num_target_layers
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [DFLASH2 if config.is_dflash2 else DFLASH],
         "model_type": "qwen3",
         "block_size": config.block_size,
         **({} if depth is None else {"num_target_layers": depth}),
@@ -209,6 +234,15 @@ def _dflash_config(config: DrafterConfig) -> dict[str, Any]:
         value = getattr(config, key)
         if value != default:
             raw[key] = value
+    if config.is_dflash2:
+        if config.draft_vocab_size is not None:
+            wanted = "None, since DFlash2's codebooks have a row per token"
+            raise _unwritable("draft_vocab_size", wanted, config)
+        raw.update({key: getattr(config, key) for key in DFLASH2_KEYS})
+    elif config.selector_rank is not None:
+        # Not DFlash2's keys: by those, loaders of others would look for its convolutions.
+        raw["transition_rank"] = config.selector_rank
+        raw["transition_top_k"] = config.selector_top_k
     return raw
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddtree.errors import CheckpointError, UnsupportedModelError, first_line, listed
-from ddtree.models.drafter import DFlashNetwork
 
 # Tensors and files of variants that would load without them and be silently wrong.
 _REFUSED_TENSORS = ("attention_sink_bias", "qkv_proj", "g_proj", "aux_hidden_norms")
 REFUSED_FILES = ("mask_embedding.pt",)
+
+# Our own transition head lies apart, where loaders of others do not stumble over it.
+TRANSITIONS_FILE = "transitions/model.safetensors"
+TRANSITIONS_PREFIX = "candidate_selector."
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
@@ -29,6 +34,8 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         if (folder / refused).exists():
             raise _refused(refused, name)
     files = sorted(folder.glob("*.safetensors"))
+    if files and (beside := folder / TRANSITIONS_FILE).exists():
+        files.append(beside)
     if not files:
         raise CheckpointError(
             f"drafter {name}",
@@ -83,7 +90,7 @@ def opened_tensors(file: Path) -> Iterator[OpenedTensors]:
         ) from error
 
 
-def check_tensors(tensors: Mapping[str, Tensor], network: DFlashNetwork, name: str) -> None:
+def check_tensors(tensors: Mapping[str, Tensor], network: nn.Module, name: str) -> None:
     """Every tensor that the network needs is there in its shape, and no other.
 
     Raises:
@@ -103,19 +110,34 @@ def check_tensors(tensors: Mapping[str, Tensor], network: DFlashNetwork, name: s
         if key in found and found[key] != wanted[key]
     ]
     quantised = [k for k, t in tensors.items() if not t.is_floating_point() or t.itemsize < 2]
-    for kind, names in (
-        ("missing", missing),
-        ("left over", extra),
-        ("misshapen", wrong),
-        ("quantised", quantised),
-    ):
-        if names:
-            raise CheckpointError(
-                f"drafter {name}",
-                expected="exactly the tensors that its config.json implies",
-                got=f"{len(names)} {kind}: {listed(names)}",
-                remedy="The checkpoint and its config.json do not belong together.",
-            )
+    kinds = {"missing": missing, "left over": extra, "misshapen": wrong, "quantised": quantised}
+    told = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
+    if told:
+        raise CheckpointError(
+            f"drafter {name}",
+            expected="exactly the tensors that its config.json implies",
+            got="; ".join(told),
+            remedy="The checkpoint and its config.json do not belong together.",
+        )
+
+
+def check_finite(key: str, tensor: Tensor, name: str) -> None:
+    """No NaN and no infinity in a tensor of a drafter.
+
+    Raises:
+        CheckpointError: there is one; says how many.
+    """
+    low, high = torch.aminmax(tensor)  # either is NaN if one number is
+    if math.isfinite(low) and math.isfinite(high):
+        return
+    num_broken = int((~torch.isfinite(tensor)).sum())
+    raise CheckpointError(
+        f"drafter {name}: {key}",
+        expected="finite numbers",
+        got=f"NaN or infinity in {num_broken} of {tensor.numel()} places",
+        remedy="The file or the training that made it is broken: download it again, or ask its "
+        "maker.",
+    )
 
 
 def _refused(what: str, name: str) -> UnsupportedModelError:

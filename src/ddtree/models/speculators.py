@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from ddtree.errors import CheckpointError, OptionError, UnsupportedModelError
-from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
+from ddtree.models.drafter_config import (
+    DFLASH2_KEYS,
+    LARGEST_COUNT,
+    DrafterConfig,
+    parse_drafter_config,
+)
 from ddtree.models.drafter_export import decoder_json
 
 # What decides how the decoder runs; the rest of `transformer_layer_config` has no say in it.
@@ -45,6 +50,7 @@ _FOREIGN: Mapping[str, tuple[object, ...]] = {
     "output_multiplier": (None, 1),
     "final_logit_softcapping": (None,),
     "input_embedding_scale": (None, 1),
+    **dict.fromkeys(DFLASH2_KEYS, (None,)),
 }
 _REMEDY = (
     "Give the checkpoint as the speculators library saved it (docs/architecture.md, Drafters)."
@@ -88,7 +94,7 @@ def parse_speculators_config(raw: Mapping[str, Any], source: str) -> DrafterConf
         raise _broken(source, "transformer_layer_config", "an object", repr(nested))
     _refuse_twice(raw, nested, source)
     block_size = _count(raw, "block_size", 2, source)
-    _refuse_anchor_sampling(raw, block_size, source)
+    sample_from_anchor = _samples_from_anchor(raw, block_size, source)
     dflash: dict[str, object] = {
         "block_size": block_size,
         "mask_token_id": _count(raw, "mask_token_id", 0, source),
@@ -111,7 +117,11 @@ def parse_speculators_config(raw: Mapping[str, Any], source: str) -> DrafterConf
     if raw.get("target_hidden_size") not in (None, config.hidden_size):
         got = f"{raw['target_hidden_size']!r} beside hidden_size {config.hidden_size}"
         raise _refused(source, f"target_hidden_size {got}", "Features are as wide as the drafter.")
-    return replace(config, draft_vocab_size=None if size == vocab_size else size)
+    return replace(
+        config,
+        draft_vocab_size=None if size == vocab_size else size,
+        sample_from_anchor=sample_from_anchor,
+    )
 
 
 def _refuse_variants(raw: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> None:
@@ -127,7 +137,7 @@ def _refuse_variants(raw: Mapping[str, Any], nested: Mapping[str, Any], source: 
     if raw.get("projector_type") not in (None, "dflash"):
         raise _refused(source, f"projector_type {raw['projector_type']!r}", "Not supported yet.")
     if raw.get("shift_label"):
-        why = "Its slots predict the next position; only slots of their own position are supported."
+        why = "What it shifts is not told by this format; sample_from_anchor is supported."
         raise _refused(source, "shift_label true", why)
     for place in (raw, nested):
         if place.get("quantization_config") is not None:
@@ -148,18 +158,18 @@ def _refuse_twice(raw: Mapping[str, Any], nested: Mapping[str, Any], source: str
             raise _broken(source, key, wanted, repr(outer))
 
 
-def _refuse_anchor_sampling(raw: Mapping[str, Any], block_size: int, source: str) -> None:
-    why = "Such slots predict the position after their own, which is not supported yet."
-    if _flag(raw, "sample_from_anchor", source):
-        raise _refused(source, "sample_from_anchor true", why)
+def _samples_from_anchor(raw: Mapping[str, Any], block_size: int, source: str) -> bool:
+    """Whether slots predict the position after their own, so that the root's is used too."""
     told = raw.get("speculators_config")
     methods = told.get("proposal_methods") if isinstance(told, Mapping) else None
     for method in methods if isinstance(methods, list) else ():
         count = method.get("speculative_tokens") if isinstance(method, Mapping) else None
-        # One more than a block has depths: sampled from the anchor too, whether said or not.
+        # One more than a block has depths: sampled from the anchor too, though it is not said.
         if type(count) is int and count >= block_size and "sample_from_anchor" not in raw:
             got = f"speculative_tokens {count} of block_size {block_size}, no sample_from_anchor"
+            why = "Which position its slots predict is not told: config.json must say it."
             raise _refused(source, got, why)
+    return _flag(raw, "sample_from_anchor", source)
 
 
 def _target_layer_ids(raw: Mapping[str, Any], source: str) -> list[int]:
@@ -195,10 +205,13 @@ def speculators_json(
     Raises:
         OptionError: something that the format has no words for.
     """
+    if config.is_dflash2:
+        raise _unwritable("conv_kernel_size", "a drafter without DFlash2's layers", "DFlash2")
     for key, neutral in (
         ("output_multiplier", 1.0),
         ("final_logit_softcapping", None),
         ("input_embedding_scale", 1.0),
+        ("selector_rank", None),
     ):
         if getattr(config, key) != neutral:
             raise _unwritable(key, str(neutral), getattr(config, key))
@@ -208,7 +221,7 @@ def speculators_json(
         raise _unwritable("causal", "full layers that are not causal", config.causal)
     greedy = {
         "proposal_type": "greedy",
-        "speculative_tokens": config.block_size - 1,
+        "speculative_tokens": config.num_depths,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -220,7 +233,7 @@ def speculators_json(
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "draft_vocab_size": config.draft_vocab_size or vocab_size,
         "target_hidden_size": config.hidden_size,
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": sliding == {False},
         "tie_word_embeddings": False,
         "speculators_config": {
@@ -245,6 +258,8 @@ def _count(raw: Mapping[str, Any], key: str, low: int, source: str) -> int:
     value = raw.get(key)
     if type(value) is not int or value < low:
         raise _broken(source, key, f"a whole number >= {low}", repr(value))
+    if value > LARGEST_COUNT:
+        raise _broken(source, key, f"a whole number <= {LARGEST_COUNT}", value)
     return value
 
 

@@ -1,8 +1,8 @@
 """The tensors of a DFlash checkpoint in speculators' format: told apart, checked, put together.
 
-Beside z-lab's set there are copies of the target's embedding and head, and the map of a reduced
-vocabulary: token id = i + d2t[i] (CHECKPOINTS B). Whether the copies are the target's, is asked in
-`target_ends`.
+Beside z-lab's set there are an embedding and a head, mostly copies of the target's, and the map of
+a reduced vocabulary: token id = i + d2t[i] (CHECKPOINTS B). Whether they are the target's, is asked
+in `target_ends`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SpeculatorsTensors:
     Args:
         network: those of z-lab's format; not checked yet.
         draft_token_ids: [Vd] int64, ascending; None if every token can be proposed.
-        embedding: [V, D], its copy of the target's; None where the file leaves it out.
-        head: [Vd, D], its copy of the target's rows; None where the file leaves it out.
+        embedding: [V, D], the target's or its own; None where the file leaves it out.
+        head: [Vd, D], the same of the head's rows.
     """
 
     network: Mapping[str, Tensor]
@@ -45,7 +45,7 @@ class SpeculatorsTensors:
 def split_tensors(
     tensors: Mapping[str, Tensor], config: DrafterConfig, name: str
 ) -> SpeculatorsTensors:
-    """Tell the network's tensors from the target's copies and the vocabulary's map.
+    """Tell the network's tensors from embedding, head and the vocabulary's map.
 
     Args:
         tensors: all of the checkpoint's.
@@ -53,12 +53,12 @@ def split_tensors(
         name: of the drafter, for messages.
 
     Raises:
-        CheckpointError: one of the copies or of the map is missing, misshapen or contradictory.
+        CheckpointError: one of the ends or of the map is missing, misshapen or contradictory.
     """
     vocab_size = config.vocab_size
     assert vocab_size is not None
     size, hidden = config.draft_vocab_size, config.hidden_size
-    _check_copies(tensors, name, vocab_size, size or vocab_size, hidden)
+    _check_ends(tensors, name, vocab_size, size or vocab_size, hidden)
     draft_token_ids = _draft_token_ids(tensors, name, vocab_size, size)
     if size is not None and HEAD not in tensors:
         wanted = f"the head of its {size} tokens, {HEAD} [{size}, {hidden}]"
@@ -71,7 +71,7 @@ def split_tensors(
     )
 
 
-def _check_copies(
+def _check_ends(
     tensors: Mapping[str, Tensor], name: str, vocab_size: int, size: int, hidden: int
 ) -> None:
     """Shapes and kinds of what is, or was, the target's."""
@@ -147,16 +147,17 @@ def joined_tensors(
     Args:
         network: those of z-lab's format.
         draft_token_ids: [Vd], ascending; None for all.
-        embedding: [V, D], the target's.
-        head: [V, D], the target's; may be the embedding itself.
+        embedding: [V, D].
+        head: [Vd, D]; may be the embedding itself.
     """
-    whole = {**network, EMBEDDING: embedding}
+    # A file cannot hold one tensor under two names.
+    head = head.clone() if head is embedding else head
+    whole = {**network, EMBEDDING: embedding, HEAD: head}
     if draft_token_ids is None:
-        # A file cannot hold one tensor under two names.
-        return {**whole, HEAD: head.clone()}
+        return whole
     members = _members(draft_token_ids, embedding.shape[0])
     offsets = draft_token_ids - torch.arange(draft_token_ids.shape[0])
-    return {**whole, HEAD: head[draft_token_ids], OFFSETS: offsets, MEMBERS: members}
+    return {**whole, OFFSETS: offsets, MEMBERS: members}
 
 
 def _misfit(name: str, key: str, expected: str, got: str, remedy: str = _REMEDY) -> CheckpointError:

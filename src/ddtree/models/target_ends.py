@@ -1,7 +1,7 @@
-"""The two ends of a target, embedding and head, held against a drafter's copies of them.
+"""The two ends of a target, embedding and head, held against those in a drafter's file.
 
-A drafter borrows both, so a copy in its file may be left out only if it says the same: one that was
-trained further would be lost without a word. Knows no formats.
+What says the same is the target's, and not held twice; what was trained further is the drafter's
+own. Knows no files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddtree.errors import UnsupportedModelError
+from ddtree.errors import CheckpointError, UnsupportedModelError
+from ddtree.models.drafter_checkpoint import DrafterCheckpoint
+from ddtree.models.drafter_weights import check_finite
+from ddtree.models.speculators_tensors import EMBEDDING, HEAD
 from ddtree.models.target import Target
 
 _ROWS_AT_A_TIME = 8192
@@ -57,37 +60,86 @@ def refuse_unusual_ends(embedding: nn.Module, head: nn.Module, name: str) -> Non
         raise _unusual(name, "a head with a bias")
 
 
-def check_copies(
-    ends: TargetEnds,
-    *,
-    embedding: Tensor | None,
-    head: Tensor | None,
-    draft_token_ids: Tensor | None,
-    name: str,
-) -> None:
-    """Whether a drafter's copies say what the target says, so that they can be left out.
-
-    Equal means: the same numbers after rounding to the narrower of the two dtypes.
+@dataclass(frozen=True, kw_only=True)
+class OwnEnd:
+    """An embedding or head of a drafter that is not the target's.
 
     Args:
-        ends: of the target.
-        embedding: [V, D], or None if the drafter has none.
+        key: the name of its tensor.
+        rows: [V or Vd, D], as they are stored.
+        num_differing: rows that the target has otherwise.
+        first_token: the token of the first of them.
+        largest_gap: between two numbers of them.
+    """
+
+    key: str
+    rows: Tensor
+    num_differing: int
+    first_token: int
+    largest_gap: float
+
+    @property
+    def difference(self) -> str:
+        """How it differs from the target's, for people."""
+        return (
+            f"others in {self.num_differing} of {self.rows.shape[0]} rows, the first that of "
+            f"token {self.first_token}, by up to {self.largest_gap:.3g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnEnds:
+    """What of a drafter's embedding and head says something else than the target's.
+
+    Args:
+        embedding: [V, D], or None where the target's will do.
         head: [Vd, D], or None.
-        draft_token_ids: [Vd], the tokens of the head's rows; None for all.
+    """
+
+    embedding: OwnEnd | None = None
+    head: OwnEnd | None = None
+
+    @property
+    def found(self) -> tuple[OwnEnd, ...]:
+        """Those that are there."""
+        return tuple(end for end in (self.embedding, self.head) if end is not None)
+
+
+def own_ends(read: DrafterCheckpoint, ends: TargetEnds, name: str) -> OwnEnds:
+    """Which of a drafter's two ends it must keep, since the target says something else.
+
+    The same means: the same numbers after rounding to the narrower of the two dtypes.
+
+    Args:
+        read: the drafter.
+        ends: of the target.
         name: of the drafter.
 
     Raises:
-        UnsupportedModelError: a copy that differs, by how many rows and how much.
+        CheckpointError: one that differs, and has numbers that are not finite; or an embedding
+            that differs without a head beside it.
     """
-    if embedding is not None:
-        _check_rows(embedding, ends.embedding, None, f"{name}: embed_tokens.weight", ends.name)
-    if head is not None:
-        _check_rows(head, ends.head, draft_token_ids, f"{name}: lm_head.weight", ends.name)
+    own = OwnEnds(
+        embedding=_own_end(EMBEDDING, read.embedding, ends.embedding, None, name),
+        head=_own_end(HEAD, read.head, ends.head, read.draft_token_ids, name),
+    )
+    if own.embedding is not None and read.head is None:
+        # It may stand for the head as well, or the target's head may be meant.
+        raise CheckpointError(
+            f"drafter {name}: {HEAD}",
+            expected=f"a head beside {EMBEDDING}, which is not target {ends.name}'s",
+            got=f"none, and {own.embedding.difference}",
+            remedy="Check that this is the drafter's target; if it is, ask the drafter's maker "
+            "for its head.",
+        )
+    return own
 
 
-def _check_rows(
-    own: Tensor, whole: Tensor, token_ids: Tensor | None, what: str, target_name: str
-) -> None:
+def _own_end(
+    key: str, own: Tensor | None, whole: Tensor, token_ids: Tensor | None, name: str
+) -> OwnEnd | None:
+    if own is None:
+        return None
     whole = whole.detach()
     dtype = own.dtype if own.itemsize <= whole.itemsize else whole.dtype
     num_differing, first, largest = 0, -1, 0.0
@@ -103,15 +155,12 @@ def _check_rows(
         num_differing += differing.numel()
         gap = (part[differing].float() - theirs[differing].float()).abs()
         largest = max(largest, float(gap.nan_to_num(torch.inf).max()))
-    if num_differing:
-        raise UnsupportedModelError(
-            f"drafter {what}",
-            expected=f"the same numbers as target {target_name} has",
-            got=f"others in {num_differing} of {own.shape[0]} rows, the first that of token "
-            f"{first}, by up to {largest:.3g}",
-            remedy="Check that this is the drafter's target; a drafter with an embedding or head "
-            "of its own is not supported, and to leave it out would change what it drafts.",
-        )
+    if not num_differing:
+        return None
+    check_finite(key, own, name)
+    return OwnEnd(
+        key=key, rows=own, num_differing=num_differing, first_token=first, largest_gap=largest
+    )
 
 
 def _unusual(name: str, what: str) -> UnsupportedModelError:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddtree.errors import PromptError
-from ddtree.models.drafter import DFlashNetwork, shaped_logits
+from ddtree.models.drafter import shaped_logits
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.train.fit_config import FitConfig
 from ddtree.train.objective import (
@@ -142,8 +143,9 @@ class Fit:
         if self.is_trained:
             self.network.fc.weight.data /= self.feature_scale
         self.plan = BatchPlan(self.lengths, config.sequences_per_step, config.seed)
-        matrices = [p for p in self.network.parameters() if p.ndim >= 2]
-        others = [p for p in self.network.parameters() if p.ndim < 2]
+        # Kernels of convolutions have three dimensions; like norms, they are around 1.
+        matrices = [p for p in self.network.parameters() if p.ndim == 2]
+        others = [p for p in self.network.parameters() if p.ndim != 2]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": config.weight_decay},
@@ -248,27 +250,44 @@ class Fit:
     def _objective(
         self, batch: PackedBlocks, weights: Float[Tensor, " L"]
     ) -> tuple[Objective, Bool[Tensor, "S A L"]]:
-        """Loss of a batch, and which of its labels were hit."""
+        """Loss of a batch, and which of its labels were hit.
+
+        A transition head is trained behind the token that the text has in front: a chain asks for
+        the same, as long as it is right. What each depth says alone ranks the candidates, so it
+        stays half of the loss.
+        """
         batch = replace(batch, features=batch.features * self.feature_scale)
         hidden = hidden_of_blocks(self.network, self.head, batch)[batch.valid]
         logits = shaped_logits(
             functional.linear(hidden, self.head.weight, self.head.bias).float(), self.network.config
         )
+        result = self._against_text(logits, batch, weights)
+        selector = self.network.candidate_selector
+        if selector is not None:
+            in_front = torch.cat([batch.anchor_ids[..., None], batch.labels[..., :-1]], dim=-1)
+            rows = in_draft_vocabulary(in_front[batch.valid], self.head.draft_index)
+            logits = logits + selector.changes(rows, hidden).float()
+            behind = self._against_text(logits, batch, weights)
+            result = replace(behind, loss=(result.loss + behind.loss) / 2)
+        labels = in_draft_vocabulary(batch.labels[batch.valid], self.head.draft_index)
+        hit = torch.zeros_like(batch.valid)
+        hit[batch.valid] = logits.detach().argmax(1) == labels
+        return result, hit
+
+    def _against_text(
+        self, logits: Float[Tensor, "M Vd"], batch: PackedBlocks, weights: Float[Tensor, " L"]
+    ) -> Objective:
         depths = torch.arange(batch.labels.shape[-1], device=self.device).expand(batch.labels.shape)
         index = self.head.draft_index
-        labels = in_draft_vocabulary(batch.labels[batch.valid], index)
-        result = objective(
+        return objective(
             logits,
-            labels,
+            in_draft_vocabulary(batch.labels[batch.valid], index),
             in_draft_vocabulary(batch.top_ids[batch.valid], index),
             batch.top_log_probs[batch.valid],
             depths[batch.valid],
             weights,
             self.config.soft_share,
         )
-        hit = torch.zeros_like(batch.valid)
-        hit[batch.valid] = logits.detach().argmax(1) == labels
-        return result, hit
 
 
 def feature_scale(samples: Sequence[Sample], training: Sequence[int]) -> Float[Tensor, " F"]:
@@ -321,6 +340,7 @@ def hidden_of_blocks(
         blocks,
         slot_positions(batch.anchors, size),
         [masks[kind] for kind in kinds],
+        block_size=size,
     )
     return torch.unflatten(hidden, 1, (-1, size))[:, :, 1:]
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ddtree.errors import OptionError
-from ddtree.models.drafter import DFlashNetwork
 from ddtree.models.drafter_config import DrafterConfig
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
+from ddtree.models.transitions import TransitionHead
 
 _INIT_STD = 0.02
 
@@ -32,6 +33,8 @@ class NetworkConfig:
         intermediate_size: width of the MLP.
         draft_vocab_size: how many of the most frequent tokens of the responses the drafter can say;
             None: all.
+        transition_rank: r of a head that scores each token behind the one before it, see
+            `models.transitions`; None: no such head.
 
     Raises:
         OptionError: an option outside its range.
@@ -43,6 +46,7 @@ class NetworkConfig:
     mask_token_id: int | None = None
     intermediate_size: int | None = None
     draft_vocab_size: int | None = None
+    transition_rank: int | None = None
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -51,6 +55,7 @@ class NetworkConfig:
             ("mask_token_id", 0),
             ("intermediate_size", 1),
             ("draft_vocab_size", 1),
+            ("transition_rank", 1),
         ):
             value = getattr(self, name)
             optional = name not in ("block_size", "num_layers")
@@ -119,6 +124,7 @@ def drafter_config_for(target: Target, options: NetworkConfig) -> DrafterConfig:
         rope_parameters={"rope_type": "default", "rope_theta": float(rope["rope_theta"])},
         windows=(None,) * options.num_layers,
         causal=(False,) * options.num_layers,
+        selector_rank=options.transition_rank,
     )
 
 
@@ -166,7 +172,24 @@ def new_network(config: DrafterConfig, *, seed: int) -> DFlashNetwork:
             module.weight.data.normal_(0.0, _INIT_STD, generator=generator)
             if module.bias is not None:
                 module.bias.data.zero_()
+        elif isinstance(module, TransitionHead):
+            module.predecessor_codebook.data.normal_(0.0, 1.0, generator=generator)
+            # Nothing is added to the logits at first.
+            module.successor_codebook.data.zero_()
     return network
+
+
+def extended(network: DFlashNetwork, config: DrafterConfig, *, seed: int) -> DFlashNetwork:
+    """A network with the weights of another one, and random ones for what that did not have.
+
+    Args:
+        network: has a part of the tensors that `config` implies.
+        config: of the result.
+        seed: of what is new.
+    """
+    whole = new_network(config, seed=seed)
+    whole.load_state_dict({**whole.state_dict(), **network.state_dict()})
+    return whole
 
 
 def most_frequent(token_ids: Iterable[int], size: int | None) -> tuple[int, ...] | None:

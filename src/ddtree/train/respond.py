@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ddtree.cache.batch import BatchCache
 from ddtree.config import DecodeConfig
 from ddtree.errors import OptionError
 from ddtree.models.target import Target
@@ -25,6 +24,7 @@ from ddtree.sampling.rule import Greedy, Rule, rule_for
 from ddtree.train.prompts import TrainingPrompt
 from ddtree.train.responses import Response
 from ddtree.train.samples import Sample, favourites, to_half
+from ddtree.untested import check_side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,7 @@ def respond(
     Raises:
         PromptError: the target has no chat template.
         ContextLengthError: a prompt that does not fit.
+        UnsupportedModelError: a target that is not in the table and gives other logits here.
     """
     place, num_parts = part
     waiting = [
@@ -138,6 +139,8 @@ def respond(
     ]
     if not waiting:
         return
+    if target.untested:
+        check_side_by_side(target, waiting[0].token_ids)
     longest = max(request.num_prompt_tokens for request in waiting)
     capacity = longest + config.max_new_tokens
     num_rows = min(config.num_rows, len(waiting))
@@ -182,7 +185,7 @@ class _Batch:
         self._target = target
         self._max_new_tokens = max_new_tokens
         self._capture = capture
-        self._cache = BatchCache(target.num_layers, num_rows, capacity, target.device)
+        self._cache = target.new_batch_cache(num_rows, capacity)
         self._requests: list[_Request | None] = [None] * num_rows
 
     @property

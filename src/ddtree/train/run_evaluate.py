@@ -136,7 +136,9 @@ def _description(job: EvaluateJob, every: Sequence[SuitePrompt]) -> dict[str, ob
 
 def _identity(drafter: Drafter) -> dict[str, object]:
     if not isinstance(drafter, DFlashDrafter):
-        return {"drafter_kind": type(drafter).__name__}
+        digest = drafter_digest(drafter)
+        sha256 = {} if digest is None else {"drafter_sha256": digest}
+        return {"drafter_kind": type(drafter).__name__, **sha256}
     return {"drafter_config": asdict(drafter.config), "drafter_sha256": drafter_digest(drafter)}
 
 

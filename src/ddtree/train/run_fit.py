@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ddtree.errors import OptionError
+from ddtree.errors import OptionError, UnsupportedModelError
 from ddtree.journal import whole_lines, write_whole, writing
-from ddtree.models.drafter import DFlashNetwork
+from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.drafter_export import save_drafter
-from ddtree.models.loading import load_drafter
+from ddtree.models.drafter_network import DFlashNetwork
+from ddtree.models.loading import LoadedDrafter, load_drafter
 from ddtree.models.target import Target
 from ddtree.progress import stage_progress
 from ddtree.provenance import origin
@@ -31,7 +32,13 @@ from ddtree.train import plots
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
 from ddtree.train.fit import Fit, FrozenHead, StepResult, Validation, check_split
 from ddtree.train.fit_config import FitConfig
-from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
+from ddtree.train.network import (
+    NetworkConfig,
+    drafter_config_for,
+    extended,
+    most_frequent,
+    new_network,
+)
 from ddtree.train.peers import Peers
 from ddtree.train.samples import MIN_RESPONSE_TOKENS, SampleSet, claim_folder
 from ddtree.train.schedule import held_out
@@ -53,7 +60,8 @@ class FitJob:
         network: the drafter's shape.
         config: see `FitConfig`.
         start_from: a drafter whose weights and shape to begin with, in place of random ones of the
-            shape of `network`; if it can say every token, `network` may still bound that.
+            shape of `network`. If it has no transition head, `network` may still add one, and bound
+            what it can say if that is every token.
         num_workers: processes that share each step.
 
     Raises:
@@ -207,16 +215,48 @@ def _network(
     job: FitJob, target: Target, said: list[int]
 ) -> tuple[DFlashNetwork, tuple[int, ...] | None]:
     """The first weights and the tokens that can be drafted."""
-    known = None
     if job.start_from is None:
-        network = new_network(drafter_config_for(target, job.network), seed=job.config.seed)
+        ids = most_frequent(said, job.network.draft_vocab_size)
+        config = drafter_config_for(target, job.network)
+        config = config if ids is None else replace(config, draft_vocab_size=len(ids))
+        return new_network(config, seed=job.config.seed), ids
+    drafter = _trainable(load_drafter(job.start_from, target, packed=False))
+    network, config = drafter.network.to(torch.float32), drafter.config
+    known = drafter.draft_token_ids
+    if known is None:
+        # A head over the whole vocabulary has rows that a smaller one would not.
+        bound = None if config.selector_rank else job.network.draft_vocab_size
+        ids = most_frequent(said, bound)
     else:
-        drafter = load_drafter(job.start_from, target, packed=False)
-        network, known = drafter.network, drafter.draft_token_ids
-    network = network.to(torch.float32)
-    if known is not None:
-        return network, tuple(known.tolist())
-    return network, most_frequent(said, job.network.draft_vocab_size)
+        ids = tuple(known.tolist())
+    if job.network.transition_rank is not None and config.selector_rank is None:
+        size = None if ids is None else len(ids)
+        config = replace(config, selector_rank=job.network.transition_rank, draft_vocab_size=size)
+        network = extended(network, config, seed=job.config.seed)
+    return network, ids
+
+
+def _trainable(drafter: LoadedDrafter) -> DFlashDrafter:
+    """What is trained borrows the target's ends, and its slots predict their own positions."""
+    if not isinstance(drafter, DFlashDrafter):
+        raise UnsupportedModelError(
+            "start_from",
+            expected="a DFlash drafter",
+            got=f"{drafter.name}, {drafter.describe()}",
+            remedy="Only DFlash is trained here: start from such a one, or from random weights.",
+        )
+    own = ["sample_from_anchor"] if drafter.config.sample_from_anchor else []
+    own += [f"its own {name}" for name in drafter.own_tensors]
+    if own:
+        raise UnsupportedModelError(
+            "start_from",
+            expected="a drafter that borrows the target's embedding and head, and whose slots "
+            "predict their own positions",
+            got=f"{drafter.name} with {' and '.join(own)}",
+            remedy="The drafters that are written have no place for that: start from another one, "
+            "or from random weights.",
+        )
+    return drafter
 
 
 def _digest(network: DFlashNetwork) -> str:

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from ddtree.models.folder import read_config, resolve_folder
 from ddtree.models.loading import load_target, read_target_shape, silence_transformers
-from ddtree.models.target import Target, TargetShape, pick_device, pick_dtype
+from ddtree.models.placement import pick_device, pick_dtype
+from ddtree.models.target import Target, TargetShape
 from ddtree.train.samples import NUM_FAVOURITES
 
 _NUM_SLICES = 64
@@ -28,16 +29,23 @@ class TargetSource:
         name: hub id, folder or alias.
         device: as for `load_target`.
         dtype: as for `load_target`.
+        allow_untested: as for `load_target`.
     """
 
     name: str
     device: str = "auto"
     dtype: str = "auto"
+    allow_untested: bool = False
 
     def load(self) -> Target:
         """The target itself, in this process."""
         silence_transformers()
-        return load_target(self.name, device=self.device, dtype=self.dtype)
+        return load_target(
+            self.name,
+            device=self.device,
+            dtype=self.dtype,
+            allow_untested=self.allow_untested,
+        )
 
     def fetch(self, console: Console | None = None) -> Path:
         """Its folder, fetched where it is not here: before the workers start, and not by each."""
@@ -48,7 +56,7 @@ class TargetSource:
 
     def shape(self) -> TargetShape:
         """Its sizes, read from its configuration."""
-        return read_target_shape(self.name)
+        return read_target_shape(self.name, allow_untested=self.allow_untested)
 
     def description(self) -> dict[str, object]:
         """Its name and the dtype that it will run in."""

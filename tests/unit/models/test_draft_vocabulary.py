@@ -16,6 +16,7 @@ from ddtree.models.target import Target
 from ddtree.pair import Pair
 from ddtree.types import Marginals
 from tests.support.checkpoints import edit_json, write_drafter
+from tests.support.drafters import feed
 from tests.support.models import HIDDEN_SIZE, VOCAB_SIZE, greedy_reference, tiny_model, tiny_target
 
 PROMPT = [5, 17, 42, 8, 23, 11, 2]
@@ -36,7 +37,7 @@ def target() -> Target:
 def proposed(drafter: DFlashDrafter, num_ranks: int = VOCAB_SIZE) -> Marginals:
     session = drafter.start(8)
     generator = torch.Generator().manual_seed(1)
-    session.extend(torch.randn(5, 2 * HIDDEN_SIZE, generator=generator))
+    feed(session, torch.randn(5, 2 * HIDDEN_SIZE, generator=generator))
     return session.propose(7, num_depths=drafter.num_depths, num_ranks=num_ranks)
 
 

@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ddtree.models.drafter import DFlashDrafter, DFlashNetwork, DFlashSession, top_marginals
+from ddtree.models.drafter import DFlashDrafter, DFlashSession, top_marginals
 from ddtree.models.drafter_config import parse_drafter_config
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
+from ddtree.sampling.coupling import ChangesBehind
 from ddtree.types import Marginals
 from tests.support.checkpoints import Tensors, drafter_tensors
+from tests.support.drafters import feed
 from tests.support.models import HIDDEN_SIZE, VOCAB_SIZE, drafter_config, tiny_model, tiny_target
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -88,21 +91,57 @@ class Naive:
 
     def log_probs(self, features: Tensor, root_id: int) -> Tensor:
         """[L, V] for the block behind these context features [T, F]."""
+        return self.logits(self.hidden(features, root_id)).log_softmax(dim=-1)
+
+    def hidden(self, features: Tensor, root_id: int) -> Tensor:
+        """[L, D], final-normed, of the drafted slots."""
         start, size = features.shape[0], self.get("block_size")
         context = [self.norm("hidden_norm", self.weights["fc.weight"] @ f) for f in features]
         ids = [root_id] + [self.get("mask_token_id")] * (size - 1)
         h = [self.embedding[i] * self.get("input_embedding_scale", 1.0) for i in ids]
         for layer in range(self.get("num_hidden_layers")):
             h = self.layer(layer, h, context, start)
-        logits = torch.stack([self.head @ self.norm("norm", x) for x in h[1:]])
-        logits = logits * self.get("output_multiplier", 1.0)
+        return torch.stack([self.norm("norm", x) for x in h[1:]])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, V], scaled and capped."""
+        logits = torch.stack([self.head @ x for x in hidden]) * self.get("output_multiplier", 1.0)
         if cap := self.get("final_logit_softcapping"):
             logits = cap * torch.tanh(logits / cap)
-        return logits.log_softmax(dim=-1)
+        return logits
 
     def layer(self, layer: int, h: list[Tensor], context: list[Tensor], start: int) -> list[Tensor]:
         name = f"layers.{layer}."
         x = [self.norm(name + "input_layernorm", row) for row in h]
+        y = self.attended(layer, self.mixed(name + "attention_conv", 0, x, x), context, start)
+        h = added(h, self.mixed(name + "attention_conv", 1, x, y))
+        x = [self.norm(name + "post_attention_layernorm", row) for row in h]
+        y = [self.fed_forward(name, row) for row in self.mixed(name + "mlp_conv", 0, x, x)]
+        return added(h, self.mixed(name + "mlp_conv", 1, x, y))
+
+    def mixed(self, name: str, side: int, x: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+        """DFlash2: y of every slot and of those before it, by weights that x changes."""
+        base = self.weights.get(name + ".base_kernel")
+        if base is None:
+            return y
+        taps, width, group = *base.shape[1:], self.get("conv_group_size")
+        projection, kernel = self.weights[name + ".kernel_projection.weight"], base.tolist()
+        rows = [row.tolist() for row in y]
+        out = [[0.0] * width for _ in y]
+        for slot in range(len(y)):
+            # [side, tap, group], flat.
+            dynamic = (projection @ x[slot]).tolist()
+            for tap in range(min(taps, slot + 1)):
+                for c in range(width):
+                    at = (side * taps + tap) * (width // group) + c // group
+                    weight = kernel[side][tap][c] + dynamic[at]
+                    out[slot][c] += weight * rows[slot - tap][c]
+        return list(torch.tensor(out, dtype=base.dtype))
+
+    def attended(
+        self, layer: int, x: list[Tensor], context: list[Tensor], start: int
+    ) -> list[Tensor]:
+        name = f"layers.{layer}."
         # Context rows go in as they are; the block's are normed first.
         rows = context + x
         head_dim, num_heads = self.get("head_dim"), self.get("num_attention_heads")
@@ -125,12 +164,13 @@ class Naive:
                     seen.append(values[position][i // group])
                 weights = torch.stack(scores).softmax(dim=0)
                 attended.append(sum(w * v for w, v in zip(weights, seen, strict=True)))
-            row = h[slot] + self.linear(name + "self_attn.o_proj", torch.cat(attended))
-            y = self.norm(name + "post_attention_layernorm", row)
-            gate = self.linear(name + "mlp.gate_proj", y)
-            wide = gate * gate.sigmoid() * self.linear(name + "mlp.up_proj", y)
-            out.append(row + self.linear(name + "mlp.down_proj", wide))
+            out.append(self.linear(name + "self_attn.o_proj", torch.cat(attended)))
         return out
+
+    def fed_forward(self, name: str, x: Tensor) -> Tensor:
+        gate = self.linear(name + "mlp.gate_proj", x)
+        wide = gate * gate.sigmoid() * self.linear(name + "mlp.up_proj", x)
+        return self.linear(name + "mlp.down_proj", wide)
 
     def sees(self, layer: int, q: int, k: int) -> bool:
         sliding = self.get("layer_types", [FULL] * (layer + 1))[layer] == SLIDING
@@ -176,6 +216,10 @@ class Naive:
         return frequencies.tolist(), factor
 
 
+def added(h: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+    return [row + new for row, new in zip(h, y, strict=True)]
+
+
 def pair_of(target: Target | None = None, **changes: object) -> tuple[DFlashDrafter, Naive]:
     """The drafter and its naive twin over the same random weights."""
     target = target or tiny_target("qwen3")
@@ -202,7 +246,7 @@ def random_features(drafter: DFlashDrafter, num_positions: int = NUM_CONTEXT) ->
 def fed(drafter: DFlashDrafter, features: Tensor, *chunks: int) -> DFlashSession:
     session = drafter.start(3)
     for chunk in features.split(list(chunks) or [features.shape[0]]):
-        session.extend(chunk)
+        feed(session, chunk)
     return session
 
 
@@ -293,15 +337,22 @@ def test_perturb_sees_the_logits_before_they_are_ranked_and_normalised() -> None
     features = random_features(drafter)
     seen: list[torch.Tensor] = []
 
-    def reversed_ranks(logits: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        assert token_ids is None
-        seen.append(logits)
-        return -logits
+    class ReversedRanks:
+        def __call__(self, logits: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+            assert token_ids is None
+            seen.append(logits)
+            return -logits
+
+        def weigh(self, changes: torch.Tensor) -> torch.Tensor:
+            return -changes
+
+        def keep(self, changes_behind: ChangesBehind) -> None:
+            raise AssertionError("this drafter knows no transitions")
 
     session = fed(drafter, features)
     with torch.inference_mode():
         plain = session.propose(ROOT, num_depths=3, num_ranks=VOCAB_SIZE)
-        turned = session.propose(ROOT, num_depths=3, num_ranks=4, perturb=reversed_ranks)
+        turned = session.propose(ROOT, num_depths=3, num_ranks=4, perturb=ReversedRanks())
     (logits,) = seen
     assert logits.shape == (3, VOCAB_SIZE)
     assert turned.token_ids.equal(plain.token_ids.flip(1)[:, :4])
@@ -327,7 +378,7 @@ def test_a_proposal_leaves_no_trace() -> None:
     assert not proposed(session, root_id=ROOT + 1).equal(first)
     assert proposed(session).equal(first)
     with torch.inference_mode():
-        session.extend(features[6:])
+        feed(session, features[6:])
     torch.testing.assert_close(proposed(session), proposed(fed(drafter, features)))
     assert session.length == NUM_CONTEXT
 
@@ -339,7 +390,7 @@ def test_sessions_know_nothing_of_each_other() -> None:
     one, other = fed(drafter, features[:4]), fed(drafter, features.flip(0))
     proposed(other)
     with torch.inference_mode():
-        one.extend(features[4:])
+        feed(one, features[4:])
     proposed(other)
     torch.testing.assert_close(proposed(one), alone)
 

@@ -8,13 +8,20 @@ import pytest
 import torch
 
 from ddtree.errors import CheckpointError, UnsupportedModelError, UserError
-from ddtree.models.drafter import DFlashNetwork
 from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
+from ddtree.models.drafter_network import DFlashNetwork
 from tests.support.checkpoints import drafter_shapes
 from tests.support.models import drafter_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MASK_AND_TAPS = {"mask_token_id": 3, "target_layer_ids": [0, 2]}
+# What DFlash2 adds, as it is published.
+SECOND = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 
 
 def parse(**changes: object) -> DrafterConfig:
@@ -127,6 +134,17 @@ def test_what_may_be_left_out_is_left_out() -> None:
     assert config.rms_norm_eps == 1e-6
 
 
+@pytest.mark.parametrize("architectures", [["DFlash2DraftModel"], ["DFlashDraftModel"], None])
+def test_the_second_version_is_told_by_its_keys(architectures: list[str] | None) -> None:
+    config = parse(architectures=architectures, **nested(**SECOND))
+    assert config.is_dflash2
+    assert {key: getattr(config, key) for key in SECOND} == SECOND
+    flat = parse(architectures=["DFlash2DraftModel"], dflash_config=None, **MASK_AND_TAPS, **SECOND)
+    assert flat == config
+    assert not parse().is_dflash2
+    assert parse().selector_rank is None
+
+
 @pytest.mark.parametrize(
     ("changes", "windows", "causal"),
     [
@@ -194,11 +212,6 @@ def test_the_drafters_own_rope_is_read_from_both_spellings(
 
 REFUSED = [
     ({"speculators_model_type": "dflash"}, "speculators"),
-    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2"),
-    (nested(conv_kernel_size=2), "DFlash2"),
-    (nested(selector_rank=256), "DFlash2"),
-    (nested(selector_top_k=16), "DFlash2"),
-    ({"selector_rank": 256}, "DFlash2"),
     (nested(projector_type="domino"), "projector_type 'domino'"),
     (nested(projector_type="dspark"), "projector_type 'dspark'"),
     ({"projector_type": "domino"}, "projector_type 'domino'"),
@@ -287,6 +300,18 @@ BROKEN = [
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor", "None"),
     ({"rope_parameters": {FULL: {"rope_theta": 1e4}}}, "rope_parameters", "{'full_attention'"),
     ({"architectures": 3}, "architectures", "3"),
+    # DFlash2 has all four of its keys or none, nested or not.
+    ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size", "none"),
+    (nested(conv_kernel_size=2), "conv_group_size", "none"),
+    ({"selector_top_k": 16}, "conv_kernel_size", "none"),
+    *((nested(**{**SECOND, key: None}), key, "none") for key in SECOND),
+    *((nested(**{**SECOND, key: 0}), key, "0") for key in SECOND),
+    (nested(**{**SECOND, "conv_kernel_size": 2.0}), "conv_kernel_size", "2.0"),
+    (nested(**{**SECOND, "conv_group_size": 12}), "conv_group_size", "12"),
+    ({"vocab_size": None, **nested(**SECOND)}, "vocab_size", "None"),
+    (nested(**SECOND, draft_vocab_size=8), "draft_vocab_size", "8"),
+    (nested(**SECOND, transition_rank=8), "transition_rank", "8"),
+    ({"vocab_size": None, **nested(transition_rank=8)}, "vocab_size", "None"),
 ]
 
 
@@ -338,6 +363,54 @@ PUBLISHED = {
         },
         69,
         385_906_176,
+    ),
+}
+
+
+# Both of DFlash2: all layers slide.
+_DFLASH2 = {
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "layer_types": [SLIDING] * 5,
+    "sliding_window": 2048,
+    "is_causal": False,
+    "architectures": ["DFlash2DraftModel"],
+}
+PUBLISHED |= {
+    "Qwen3.8-27B-DFlash2": (
+        {
+            **_DFLASH2,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "vocab_size": 248320,
+            "dflash_config": {
+                "mask_token_id": 248070,
+                "target_layer_ids": [5, 19, 33, 47, 61],
+                **SECOND,
+            },
+        },
+        81,
+        1_924_404_480,
+    ),
+    "Muse-Glimmer-30B-DFlash2": (
+        {
+            **_DFLASH2,
+            "hidden_size": 6656,
+            "intermediate_size": 19968,
+            "vocab_size": 202048,
+            "rope_theta": 5e5,
+            "output_multiplier": 0.19611613513818404,
+            "final_logit_softcapping": 20,
+            "dflash_config": {
+                "mask_token_id": 201818,
+                "target_layer_ids": [1, 13, 25, 37, 49],
+                **SECOND,
+            },
+        },
+        81,
+        2_772_159_744,
     ),
 }
 

@@ -15,9 +15,10 @@ from transformers import Qwen3Config
 
 from ddtree.errors import CacheWriteError, CheckpointError, OptionError
 from ddtree.models import drafter_export
-from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
+from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.drafter_config import DrafterConfig, parse_drafter_config
 from ddtree.models.drafter_export import config_json, save_drafter
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
 from tests.support.checkpoints import drafter_shapes

@@ -23,6 +23,7 @@ from ddtree.errors import (
     OptionError,
     PromptError,
 )
+from ddtree.host_marginals import HostMarginals
 from ddtree.models.target import Target, TargetOutput
 from ddtree.overhear import OverheardDrafter, Proposal, propose_along
 from ddtree.pair import Pair
@@ -37,7 +38,6 @@ from ddtree.train.evaluate import (
 )
 from ddtree.train.evaluation import Evaluation, summarise
 from ddtree.train.run_evaluate import EvaluateJob, parse_budgets, run_evaluate
-from ddtree.types import HostMarginals
 from tests.support.disk import fill_disk
 from tests.support.drafters import ScriptedDrafter, hostile, right_at_rank, right_for
 from tests.support.models import VOCAB_SIZE, dflash_drafter, tiny_model

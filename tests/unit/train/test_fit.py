@@ -12,13 +12,19 @@ import pytest
 import torch
 
 from ddtree.errors import CacheWriteError, CheckpointError, OptionError, PromptError
-from ddtree.models.drafter import DFlashNetwork
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.train import checkpoint as checkpoints
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
 from ddtree.train.fit import Fit, FrozenHead
 from ddtree.train.fit_config import FitConfig
-from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
+from ddtree.train.network import (
+    NetworkConfig,
+    drafter_config_for,
+    extended,
+    most_frequent,
+    new_network,
+)
 from ddtree.train.objective import depth_weights, usual_gamma
 from ddtree.train.samples import Sample
 from ddtree.train.schedule import short_reach
@@ -52,15 +58,16 @@ def new_fit(
     config: FitConfig = CONFIG,
     shape: NetworkConfig = SHAPE,
     draft_token_ids: Sequence[int] | None = None,
+    num_validating: int = 2,
 ) -> Fit:
     target = tiny_target("llama")
-    training = list(range(2, len(samples)))
+    training = list(range(num_validating, len(samples)))
     return Fit(
         network=new_network(drafter_config_for(target, shape), seed=config.seed),
         head=FrozenHead.of(target, draft_token_ids),
         samples=samples,
         training=training,
-        validating=[0, 1],
+        validating=list(range(num_validating)),
         lengths=[samples[place].token_ids.shape[0] for place in training],
         config=config,
     )
@@ -85,6 +92,39 @@ def test_a_drafter_learns_to_count(options: dict[str, float]) -> None:
         assert after.accuracy[0] > 0.6
         assert after.chain_tau > 2
     assert after.loss < before.loss
+
+
+def test_transitions_learn_what_no_position_knows_alone() -> None:
+    # A token that nobody can guess, then one that follows from it; all texts are different.
+    target, generator = tiny_target("llama"), torch.Generator().manual_seed(0)
+    samples = []
+    for index in range(60):
+        free = torch.randint(25, (9,), generator=generator).tolist()
+        text = [token for x in free for token in (x, 25 + (3 * x) % 25)]
+        samples.append(sample_of(target, text, 4, index, [0, 2]))
+    config = replace(CONFIG, num_steps=100, sequences_per_step=8, learning_rate=2e-2)
+    at_depth_two = {}
+    for rank in (None, 12):
+        fit = new_fit(samples, config, replace(SHAPE, transition_rank=rank), num_validating=20)
+        for _ in range(config.num_steps):
+            fit.run_step()
+        at_depth_two[rank] = fit.validate().accuracy[1]
+    # Half of the anchors stand where depth 2 follows from depth 1, the others before a free token.
+    assert at_depth_two[None] < 0.25
+    assert at_depth_two[12] > 0.4
+
+
+def test_a_transition_head_can_be_added_to_a_trained_drafter() -> None:
+    target = tiny_target("llama")
+    before = new_network(drafter_config_for(target, SHAPE), seed=1)
+    config = drafter_config_for(target, replace(SHAPE, transition_rank=6))
+    after = extended(before, config, seed=2)
+    kept = after.state_dict()
+    assert all(kept[name].equal(value) for name, value in before.state_dict().items())
+    assert after.candidate_selector is not None
+    hidden = torch.randn(3, target.hidden_size)
+    added = after.candidate_selector.changes(torch.tensor([1, 2, 3]), hidden)
+    assert not added.any()  # at first it changes nothing
 
 
 def test_a_resumed_training_is_the_same_training(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from ddtree.models.drafter import DFlashDrafter
 from ddtree.train.fit import FrozenHead, hidden_of_blocks
 from ddtree.train.packing import choose_anchors, pack, packed_mask
 from ddtree.train.samples import Sample
+from tests.support.drafters import feed
 from tests.support.models import dflash_drafter, tiny_target
 from tests.support.samples import random_samples
 
@@ -22,7 +23,7 @@ SLIDING = {
 def session_hidden(drafter: DFlashDrafter, sample: Sample, anchor: int) -> torch.Tensor:
     """Hidden states of the drafted slots, from the network that decodes."""
     session = drafter.start(64)
-    session.extend(sample.features[:anchor].float())
+    feed(session, sample.features[:anchor].float())
     session._take_in()
     config = drafter.config
     ids = torch.full((config.block_size,), config.mask_token_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import ddtree
-from ddtree.errors import CacheWriteError, CheckpointError, OptionError, UserError
+from ddtree.errors import (
+    CacheWriteError,
+    CheckpointError,
+    OptionError,
+    UnsupportedModelError,
+    UserError,
+)
 from ddtree.models.loading import load_drafter
 from ddtree.train import run_fit as module
 from ddtree.train.fit import StepResult
@@ -22,9 +29,16 @@ from ddtree.train.network import NetworkConfig
 from ddtree.train.run_fit import FitJob, read_metrics, run_fit
 from ddtree.train.samples import SampleWriter, claim_folder
 from ddtree.train.target_source import TargetSource
-from tests.support.checkpoints import write_target
+from tests.support.checkpoints import (
+    DFLASH2,
+    Tensors,
+    write_drafter,
+    write_speculators,
+    write_target,
+)
 from tests.support.disk import fill_disk
 from tests.support.samples import random_samples
+from tests.support.sources import write_medusa, write_pard
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -74,6 +88,28 @@ def test_the_drafter_that_is_saved_drafts_for_its_target(job: FitJob) -> None:
         for method in ("ar", "dflash", "ddtree")
     }
     assert texts["ar"] == texts["dflash"] == texts["ddtree"]
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_a_transition_head_is_trained_saved_and_drafts(
+    draft_vocab_size: int | None, job: FitJob
+) -> None:
+    network = replace(job.network, draft_vocab_size=draft_vocab_size)
+    plain = run_fit(replace(job, network=network), QUIET)
+    shape = replace(network, transition_rank=5)
+    further = replace(job, out=job.out / "further", network=shape, start_from=str(plain))
+    target = job.target.load()
+    drafter = load_drafter(run_fit(further, QUIET), target)
+    assert drafter.config.selector_rank == 5
+    assert drafter.config.draft_vocab_size == draft_vocab_size
+    pair = ddtree.Pair(target, drafter)
+    texts = [
+        pair.generate([5, 6, 7], budget=16, max_new_tokens=12, method=method).token_ids
+        for method in ("ar", "dflash", "ddtree")
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert drafter.network.candidate_selector is not None
+    assert any(p.any() for p in drafter.network.candidate_selector.parameters())
 
 
 def test_provenance_and_metrics_say_how_it_was_made(job: FitJob) -> None:
@@ -167,6 +203,57 @@ def test_a_drafter_can_start_from_another_one(job: FitJob, tmp_path: Path) -> No
     provenance = json.loads((second / "provenance.json").read_text())
     assert provenance["training"]["start_from"] == first.name
     assert load_drafter(second, job.target.load()).draft_token_ids is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "declared", "named"),
+    [
+        ("embed_tokens.weight", False, "its own embedding"),
+        ("lm_head.weight", False, "its own head"),
+        (None, True, "sample_from_anchor"),
+    ],
+)
+def test_a_drafter_that_could_not_be_written_again_is_not_trained_on(
+    key: str | None, declared: bool, named: str, job: FitJob, tmp_path: Path
+) -> None:
+    def edit(tensors: Tensors) -> None:
+        if key is not None:
+            tensors[key] += 1
+
+    first = write_speculators(tmp_path / "first", edit=edit, sample_from_anchor=declared)
+    with pytest.raises(UnsupportedModelError, match=f"start_from: .*{first} with {named}"):
+        run_fit(replace(job, out=tmp_path / "again", start_from=str(first)), QUIET)
+    assert not (tmp_path / "again" / "drafter").exists()
+
+
+def test_a_dflash2_drafter_can_be_trained_on(job: FitJob, tmp_path: Path) -> None:
+    first = write_drafter(tmp_path / "dflash2", **{**DFLASH2, "block_size": 4})
+    second = run_fit(replace(job, start_from=str(first)), QUIET)
+    target = job.target.load()
+    before, after = (load_drafter(folder, target, packed=False) for folder in (first, second))
+    assert after.config == before.config
+    assert after.config.is_dflash2
+    # What the file would hold if nothing had been learnt.
+    weights = {k: v.bfloat16().float() for k, v in before.network.state_dict().items()}
+    same = {k for k, v in after.network.state_dict().items() if v.equal(weights[k])}
+    assert not any("conv" in key or "selector" in key for key in same)
+    pair = ddtree.Pair(target, after)
+    texts = [
+        pair.generate([5, 6, 7], budget=16, max_new_tokens=12, method=method).token_ids
+        for method in ("ar", "dflash", "ddtree")
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("write", "named"), [(write_medusa, "Medusa heads"), (write_pard, "a PARD drafter")]
+)
+def test_only_dflash_drafters_are_trained_on(
+    write: Callable[[Path], Path], named: str, job: FitJob, tmp_path: Path
+) -> None:
+    first = write(tmp_path / "first")
+    with pytest.raises(UnsupportedModelError, match=f"expected a DFlash drafter, .*{named}"):
+        run_fit(replace(job, out=tmp_path / "again", start_from=str(first)), QUIET)
 
 
 def test_two_processes_train_the_same_network_as_each_other(job: FitJob) -> None:
