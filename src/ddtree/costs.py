@@ -77,7 +77,8 @@ def _at(along: float, short_s: float, long_s: float) -> float:
 @torch.inference_mode()
 def measure(target: Target, drafter: Drafter) -> CostProfile:
     """Time verify forwards and a drafter pass with tokens that mean nothing; takes seconds."""
-    every_size = ROWS_ON_CPU if target.device.type == "cpu" else ROWS_ELSEWHERE
+    sizes = ROWS_ON_CPU if target.device.type == "cpu" else ROWS_ELSEWHERE
+    every_size = _that_fit(sizes, target.max_rows)
     places = _contexts(target.context_limit - every_size[-1])
     capacity = places[-1] + every_size[-1]
     cache = target.new_cache(capacity)
@@ -88,7 +89,7 @@ def measure(target: Target, drafter: Drafter) -> CostProfile:
         if length == cache.length:
             return
         ids = torch.arange(cache.length, length, device=target.device) % target.vocab_size
-        session.extend(target.prefill(ids, cache, capture=layer_ids).features)
+        session.extend(target.prefill(ids, cache, capture=layer_ids).features, ids)
 
     def verifies(rows: tuple[int, ...]) -> list[float]:
         """Passes over all sizes, so that a busy moment does not hit one of them alone."""
@@ -114,7 +115,8 @@ def measure(target: Target, drafter: Drafter) -> CostProfile:
         lambda: session.propose(0, num_depths=drafter.num_depths, num_ranks=16).log_probs.tolist()
     )
     slow = min(verify(1), verify(1)) > _SLOW_S
-    contexts, rows = (places[:1], (1, 8, 33)) if slow else (places, every_size)
+    few = _that_fit((1, 8, 33), target.max_rows)
+    contexts, rows = (places[:1], few) if slow else (places, every_size)
     table = []
     for length in contexts:
         grow(length)
@@ -125,6 +127,12 @@ def measure(target: Target, drafter: Drafter) -> CostProfile:
     return CostProfile(
         contexts=contexts, rows=rows, verify=tuple(map(tuple, rising)), draft=draft_s
     )
+
+
+def _that_fit(sizes: tuple[int, ...], max_rows: int | None) -> tuple[int, ...]:
+    """The numbers of rows that a round may have; two at least, to draw a line through."""
+    fit = tuple(n for n in sizes if max_rows is None or n <= max_rows)
+    return fit if len(fit) > 1 else sizes[:2]
 
 
 def _contexts(limit: int) -> tuple[int, ...]:

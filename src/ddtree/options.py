@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
-from ddtree.config import DecodeConfig
+from ddtree.config import AUTO, DecodeConfig
 from ddtree.draft import Drafter
 from ddtree.errors import OptionError, listed
 from ddtree.models.target import Target
@@ -21,15 +21,15 @@ def check_options(config: DecodeConfig, target: Target, drafter: Drafter | None)
     """Refuse what these models cannot do.
 
     Raises:
-        OptionError: a method that drafts without a drafter, text without a tokenizer, or token ids
-            beyond the vocabulary.
+        OptionError: a method that drafts without a drafter, text without a tokenizer, token ids
+            beyond the vocabulary, or a budget beyond the target's memory for a round.
     """
     if drafter is None and config.method != "ar":
         raise OptionError(
             "drafter",
             expected=f"a drafter for method {config.method}",
             got=f"none, and none is known for {target.name}",
-            remedy='Give a DFlash checkpoint as the drafter, or use method "ar".',
+            remedy='Give the checkpoint of a drafter, or use method "ar".',
         )
     if config.stop and target.tokenizer is None:
         raise OptionError(
@@ -45,6 +45,8 @@ def check_options(config: DecodeConfig, target: Target, drafter: Drafter | None)
             got="a target without one",
             remedy="Load a tokenizer with the model, or give bad_words_ids.",
         )
+    if config.budget != AUTO and config.method != "ar":
+        check_budget(config.budget, target)
     named = {
         "logit_bias": [token for token, _ in config.logit_bias],
         "bad_words_ids": [token for word in config.bad_words_ids for token in word],
@@ -58,6 +60,23 @@ def check_options(config: DecodeConfig, target: Target, drafter: Drafter | None)
                 got=listed(map(str, beyond)),
                 remedy=f"Take the ids from the tokenizer of {target.name}.",
             )
+
+
+def check_budget(budget: int, target: Target) -> None:
+    """Refuse a tree whose rows would take more memory than this target gives a round.
+
+    Raises:
+        OptionError: says how many nodes fit.
+    """
+    if target.max_rows is None or budget < target.max_rows:
+        return
+    raise OptionError(
+        "budget",
+        expected=f"at most {target.max_rows - 1} nodes for {target.name}, whose recurrent layers "
+        f"have {target.round_bytes / 2**20:.4g} MiB for the rows of a round",
+        got=budget,
+        remedy="Take fewer nodes, or set target.round_bytes to more.",
+    )
 
 
 # What has another type than a user may give goes on as it is: the config refuses it by name.

@@ -1,17 +1,23 @@
-"""Keys and values of R independent requests that decode side by side, one token each.
+"""Caches of R independent requests that decode side by side, one token each.
 
 Row r holds the half-open interval [0, lengths[r]) of a buffer [0, capacity). A finished request's
-row is simply overwritten by the next one. Knows the library's cache interface, as `hf` does.
+row is simply overwritten by the next one, and so is the state of a recurrent layer. Knows the
+library's cache interface, as `hf` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ddtree.cache.hf import StateLayer
+from ddtree.cache.recurrent import RecurrentState
 
 
 class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -59,6 +65,38 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
+class _BatchStates:
+    """The states of one recurrent layer; whose they are is decided by the owner, as above."""
+
+    def __init__(self, owner: BatchCache, fresh: RecurrentState) -> None:
+        self.owner = owner
+        self._fresh = fresh
+        matrix = None if fresh.matrix is None else _for_each_row(fresh.matrix, owner.num_rows)
+        conv = _for_each_row(fresh.conv, owner.num_rows)
+        self._all = RecurrentState(conv=conv, matrix=matrix)
+
+    @property
+    def state(self) -> RecurrentState:
+        return self._all if self.owner.filling is None else self._fresh
+
+    def write_conv(self, conv: Float[Tensor, "R C W"]) -> None:
+        if self.owner.filling is None:
+            self._all = replace(self._all, conv=conv)
+        else:
+            self._all.conv[self.owner.filling] = conv[0]
+
+    def write_matrix(self, matrix: Float[Tensor, "R H dk dv"]) -> None:
+        if self.owner.filling is None:
+            self._all = replace(self._all, matrix=matrix)
+        else:
+            assert self._all.matrix is not None
+            self._all.matrix[self.owner.filling] = matrix[0]
+
+
+def _for_each_row(fresh: Tensor, num_rows: int) -> Tensor:
+    return fresh.repeat(num_rows, *[1] * (fresh.dim() - 1))
+
+
 class BatchCache(Cache):  # type: ignore[misc]
     """Caches of R rows of different lengths.
 
@@ -67,15 +105,29 @@ class BatchCache(Cache):  # type: ignore[misc]
         num_rows: R.
         capacity: positions that each row has room for.
         device: where the model lives.
+        fresh_states: of its recurrent layers, by 0-based id, for one request.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, capacity: int, device: torch.device) -> None:
-        super().__init__(layers=[_BatchLayer(self) for _ in range(num_layers)])
+    def __init__(
+        self,
+        num_layers: int,
+        num_rows: int,
+        capacity: int,
+        device: torch.device,
+        fresh_states: Mapping[int, RecurrentState] | None = None,
+    ) -> None:
+        fresh = fresh_states or {}
         self.num_rows = num_rows
+        self.filling: int | None = None
+        super().__init__(
+            layers=[
+                StateLayer(_BatchStates(self, fresh[i])) if i in fresh else _BatchLayer(self)
+                for i in range(num_layers)
+            ]
+        )
         self.capacity = capacity
         self.rows: Int64[Tensor, " R"] = torch.arange(num_rows, device=device)
         self.lengths: Int64[Tensor, " R"] = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.filling: int | None = None
         self.span = 1
 
     def begin_step(self) -> None:

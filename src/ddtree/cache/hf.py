@@ -7,13 +7,16 @@ of the forward's cache argument, and what the library asks of a cache layer.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ddtree.attention.masks import TreeMask
+from ddtree.cache.recurrent import RecurrentState, RecurrentStore
 from ddtree.cache.store import KVStore
 
 
@@ -52,43 +55,129 @@ class _StoreLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class TargetCache(Cache):  # type: ignore[misc]
-    """Keys and values of all target layers for one request, and the masks of its rounds.
+@runtime_checkable
+class States(Protocol):
+    """Where the states of a recurrent layer are kept, as the library reads and writes them."""
+
+    @property
+    def state(self) -> RecurrentState:
+        """Behind the last committed token of each request in the forward."""
+        ...
+
+    def write_conv(self, conv: Float[Tensor, "R C W"]) -> None:
+        """The convolution's part of the next state."""
+        ...
+
+    def write_matrix(self, matrix: Float[Tensor, "R H dk dv"]) -> None:
+        """The recurrence's part of it; comes after the convolution's."""
+        ...
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """One recurrent layer of the library's cache.
+
+    The library reads the attributes below by the index of a state, of which there is one. Nothing
+    is ever changed in place, so a state stays what it was until the next one takes its place.
 
     Args:
-        num_layers: layers of the target.
-        capacity: rows to make room for at first.
+        states: where they are.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[_StoreLayer(capacity) for _ in range(num_layers)])
+    number_of_states = 1
+    is_compileable = False
+    # Or a single token would be written into the convolution's state in place.
+    record_past = True
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Always: before the first token it is the fresh state."""
+        return {0: True}
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        """The convolution's part."""
+        return {0: self.states.state.conv}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """The recurrence's part."""
+        return {0: self.states.state.matrix}
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Take new inputs [R, C, M]; what the convolution must see for them [R, C, W + M]."""
+        before = self.states.state.conv
+        seen = torch.cat([before, conv_states], dim=-1)
+        # Cloned: a view would keep the inputs of a whole prompt.
+        self.states.write_conv(seen[..., seen.shape[-1] - before.shape[-1] :].clone())
+        return seen
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the state behind these inputs."""
+        self.states.write_matrix(recurrent_states)
+        return recurrent_states
+
+
+class TargetCache(Cache):  # type: ignore[misc]
+    """What all target layers remember of one request, and the masks of its rounds.
+
+    Args:
+        num_layers: layers of the target, one of attention among them.
+        capacity: rows to make room for at first.
+        fresh_states: of its recurrent layers, by 0-based id.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        fresh_states: Mapping[int, RecurrentState] | None = None,
+    ) -> None:
+        self.recurrent_stores = {i: RecurrentStore(s) for i, s in (fresh_states or {}).items()}
+        layers = [
+            StateLayer(self.recurrent_stores[i])
+            if i in self.recurrent_stores
+            else _StoreLayer(capacity)
+            for i in range(num_layers)
+        ]
+        super().__init__(layers=layers)
+        self.stores = [layer.store for layer in layers if isinstance(layer, _StoreLayer)]
         self.tree_mask = TreeMask()
 
     @property
     def length(self) -> int:
         """Entries held: the committed context, and the rows of a round that is being verified."""
-        return int(self.layers[0].store.length)
+        return self.stores[0].length
 
     @property
     def num_bytes(self) -> int:
         """Memory held by all layers."""
-        return sum(layer.store.num_bytes for layer in self.layers)
-
-    @property
-    def stores(self) -> list[KVStore]:
-        """The store of each layer."""
-        return [layer.store for layer in self.layers]
+        kept = sum(store.num_bytes for store in self.stores)
+        return kept + sum(store.num_bytes for store in self.recurrent_stores.values())
 
     def keep(self, start: int, rows: tuple[int, ...]) -> None:
-        """Keep of [start, length) the rows start + rows, in order (see `KVStore.keep`)."""
-        if rows == tuple(range(len(rows))):
-            # The chain case: the accepted rows are already where they belong.
-            for store in self.stores:
-                store.crop(start + len(rows))
-            return
-        index = torch.tensor(rows, dtype=torch.int64, device=self.stores[0].keys.device)
+        """Keep of [start, length) the rows start + rows, in order (see `KVStore.keep`).
+
+        Args:
+            start: where the rows of the last forward begin.
+            rows: each the parent of the next, from 0 on.
+        """
+        in_place = rows == tuple(range(len(rows)))
+        if self.recurrent_stores or not in_place:
+            index = torch.tensor(rows, dtype=torch.int64, device=self.stores[0].keys.device)
         for store in self.stores:
-            store.keep(start, index)
+            if in_place:
+                # The chain case: the accepted rows are already where they belong.
+                store.crop(start + len(rows))
+            else:
+                store.keep(start, index)
+        for states in self.recurrent_stores.values():
+            states.keep(index)
 
 
 def cache_argument(model: torch.nn.Module) -> str:
