@@ -40,7 +40,7 @@ tests: setup
 	$(BIN)/python -m pytest --numprocesses 2
 
 # The oldest supported transformers, laid over the same environment: whatever touches the library.
-OLDEST_TESTS := $(addprefix tests/lossless/test_,greedy_equality.py auto_equality.py cache_equality.py custom_generate.py) \
+OLDEST_TESTS := $(addprefix tests/lossless/test_,greedy_equality.py architectures.py hybrid_equality.py auto_equality.py cache_equality.py custom_generate.py) \
 	tests/unit/models tests/unit/attention $(addprefix tests/unit/train/test_,respond.py features.py packing.py)
 
 oldest: .oldest/.ready

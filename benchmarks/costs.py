@@ -33,8 +33,9 @@ from ddtree.cache.hf import TargetCache
 from ddtree.commit import commit
 from ddtree.draft import draft
 from ddtree.journal import write_whole
-from ddtree.models.drafter import DFlashDrafter, DFlashNetwork, DFlashSession, top_marginals
+from ddtree.models.drafter import DFlashDrafter, DFlashSession, top_marginals
 from ddtree.models.drafter_config import parse_drafter_config
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.packed import pack_linears
 from ddtree.models.target import Target
 from ddtree.prefill import Context
@@ -240,7 +241,8 @@ def filled_session(drafter: DFlashDrafter, context_length: int) -> DFlashSession
     """A session that has seen so many random positions."""
     session = drafter.start(context_length)
     num_features = len(drafter.layer_ids) * SIZES["hidden_size"]
-    session.extend(torch.randn(context_length, num_features))
+    ids = torch.zeros(context_length, dtype=torch.int64)
+    session.extend(torch.randn(context_length, num_features), ids)
     return session
 
 

@@ -25,8 +25,9 @@ from ddtree.attention.backends import GROUPED
 from ddtree.cache.hf import TargetCache
 from ddtree.errors import UnsupportedModelError, first_line
 from ddtree.models import target as target_module
-from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
+from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.drafter_config import parse_drafter_config
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.sampling.coupling import Perturb
 from ddtree.tree import host
@@ -203,7 +204,7 @@ class ScriptedSession:
     drafter: ScriptedDrafter
     length: int = 0
 
-    def extend(self, features: Tensor) -> None:
+    def extend(self, features: Tensor, token_ids: Tensor) -> None:
         """Count the committed positions."""
         self.length += features.shape[0]
 

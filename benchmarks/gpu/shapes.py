@@ -82,7 +82,8 @@ def time_drafter(target: Target, drafter: DFlashDrafter, setup: Setup, report: R
         calls[f"top-{num_ranks} alone"] = partial(top_marginals, logits, num_ranks)
     for length in setup.contexts:
         session = drafter.start(length)
-        session.extend(torch.randn(length, width, dtype=target.dtype, device=target.device))
+        features = torch.randn(length, width, dtype=target.dtype, device=target.device)
+        session.extend(features, torch.zeros(length, dtype=torch.int64, device=target.device))
         ranks = {"num_depths": drafter.num_depths, "num_ranks": 64}
         calls[f"pass, T = {length}, K = 64"] = partial(session.propose, 0, **ranks)
     for name, ms in spreads(calls, setup, report, "drafter").items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddtree.pair import Pair, load
     from ddtree.tree.chain import build_chain
     from ddtree.tree.host import build_tree
-    from ddtree.types import DraftTree, Generation, Marginals, Round
+    from ddtree.types import DraftTree, Generation, Marginals, Round, Transitions
 
 __version__ = "0.1.0"
 
@@ -34,6 +34,7 @@ _HOME = {
     "Drafter": "ddtree.draft",
     "DraftSession": "ddtree.draft",
     "Marginals": "ddtree.types",
+    "Transitions": "ddtree.types",
     "build_tree": "ddtree.tree.host",
     "build_chain": "ddtree.tree.chain",
     "DraftTree": "ddtree.types",
@@ -55,6 +56,7 @@ __all__ = [  # noqa: RUF022, in the order of the data flow
     "Drafter",
     "DraftSession",
     "Marginals",
+    "Transitions",
     "build_tree",
     "build_chain",
     "DraftTree",

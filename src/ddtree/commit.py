@@ -19,7 +19,8 @@ def commit(
     """Move the accepted rows' keys and values into place and extend the drafter's context.
 
     Args:
-        context: mutated: both caches then hold start + 1 + len(path) positions.
+        context: mutated: both caches then hold start + 1 + len(path) positions. Its tokens are
+            already those of this round.
         start: the root's position, where the verified rows begin in the cache.
         path: accepted node indices, in order; the root is always kept.
         features: of every verified row.
@@ -27,5 +28,7 @@ def commit(
     rows = (0, *path)
     context.cache.keep(start, rows)
     if context.session is not None:
-        index = torch.tensor(rows, dtype=torch.int64, device=features.device)
-        context.session.extend(features.index_select(0, index))
+        token_ids = context.token_ids[start : start + len(rows)]
+        # Side by side: one copy to the device, not two.
+        index, ids = torch.tensor([rows, token_ids], dtype=torch.int64, device=features.device)
+        context.session.extend(features.index_select(0, index), ids)

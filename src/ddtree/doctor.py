@@ -21,7 +21,7 @@ from ddtree.attention.masks import TreeMask
 from ddtree.attention.visibility import visible
 from ddtree.errors import BackendError, UserError
 from ddtree.models import zoo
-from ddtree.models.loading import check_pair, read_drafter_config, read_target_shape
+from ddtree.models.loading import describe_drafter, read_target_shape
 from ddtree.models.packed import best_layout
 from ddtree.report import Json, versions
 from ddtree.tree import host
@@ -170,14 +170,7 @@ def _pair(target: str, drafter: str | None) -> list[Check]:
         finding = f"none known for {target}; give one with --drafter, or use --method ar"
         return [*checks, Check(name="drafter", well=None, finding=finding)]
 
-    def fits() -> str:
-        config = read_drafter_config(source)
-        check_pair(config, shape, source)
-        size = config.draft_vocab_size
-        vocabulary = "" if size is None else f"draft vocabulary {size}, "
-        return (
-            f"{source}: block size {config.block_size}, {config.num_layers} layers, {vocabulary}"
-            f"features of target layers {', '.join(map(str, config.target_layer_ids))}; fits"
-        )
+    def described() -> str:
+        return f"{source}: {describe_drafter(source, shape)}"
 
-    return [*checks, _attempt("drafter", fits)]
+    return [*checks, _attempt("drafter", described)]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ddtree.sampling.coupling import Perturb
@@ -20,8 +20,12 @@ from ddtree.types import Marginals
 class DraftSession(Protocol):
     """A drafter's state for one request: it has seen the committed context and nothing else."""
 
-    def extend(self, features: Float[Tensor, "M F"]) -> None:
-        """Take in the target's features of the next M committed positions."""
+    def extend(self, features: Float[Tensor, "M F"], token_ids: Int64[Tensor, " M"]) -> None:
+        """Take in the next M committed positions: the target's features there, and the tokens.
+
+        Both are on the target's device. What `Drafter.layer_ids` names is in `features`: nothing
+        (F = 0) where it is empty.
+        """
         ...
 
     def propose(
@@ -40,7 +44,8 @@ class Drafter(Protocol):
     """Anything that predicts L positions in one pass.
 
     Attributes:
-        layer_ids: 0-based target layers whose outputs it wants as features, in this order.
+        layer_ids: 0-based target layers whose outputs it wants as features, in this order, or
+            `models.target.FINAL_HIDDEN` for what the target's head reads; empty for none.
         num_depths: L, the most positions of one pass.
     """
 

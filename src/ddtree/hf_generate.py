@@ -36,6 +36,7 @@ from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
 from ddtree.options import check_budget
 from ddtree.pair import stages_for
+from ddtree.prompt import check_fits
 from ddtree.sampling.coupling import Coupling, CouplingWeights
 from ddtree.sampling.processors import Foreign
 from ddtree.sampling.rule import Greedy, Processed, Sampling, sampling_of
@@ -78,6 +79,10 @@ def custom_generate(
     """
     _check_supported(input_ids, generation_config, model_kwargs)
     target = Target(model, None, name=model.config.name_or_path or "the model")
+    if target.context_limit < model.config.max_position_embeddings:
+        # A shorter limit is one beyond which a tree would be verified wrongly (LongRoPE).
+        num_new = (generation_config.max_length or 0) - input_ids.shape[1]
+        check_fits(input_ids.shape[1], num_new, target)
     if budget == AUTO:  # type: ignore[comparison-overlap]
         raise OptionError(
             "budget",

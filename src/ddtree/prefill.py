@@ -70,5 +70,5 @@ def prefill(
     for chunk in torch.split(ids, CHUNK_TOKENS):
         output = target.prefill(chunk, context.cache, capture=layer_ids)
         if context.session is not None:
-            context.session.extend(output.features)
+            context.session.extend(output.features, chunk)
     return Prefilled(context, output.logits)

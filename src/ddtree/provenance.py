@@ -15,6 +15,7 @@ import torch
 
 from ddtree.draft import Drafter
 from ddtree.models.drafter import DFlashDrafter
+from ddtree.models.loading import LoadedDrafter
 from ddtree.models.packed import PackedLinear
 from ddtree.report import versions
 
@@ -31,18 +32,20 @@ def origin() -> dict[str, object]:
 
 
 def drafter_digest(drafter: Drafter) -> str | None:
-    """A digest of a DFlash drafter's weights, the same packed or plain; None of other drafters.
+    """A digest of a loaded drafter's weights, the same packed or plain; None of the user's own.
 
     A folder that was moved, or trained on under its old name, is told by it.
     """
-    if not isinstance(drafter, DFlashDrafter):
+    if not isinstance(drafter, LoadedDrafter):
         return None
     tensors = dict(drafter.network.state_dict())
     for name, layer in drafter.network.named_modules():
         if isinstance(layer, PackedLinear):  # its weight is no parameter
             tensors[f"{name}.weight"] = layer.weight
-    if drafter.draft_token_ids is not None:
-        tensors["draft_token_ids"] = drafter.draft_token_ids
+    if isinstance(drafter, DFlashDrafter):
+        tensors |= {f"own {name}": tensor for name, tensor in drafter.own_tensors.items()}
+        if drafter.draft_token_ids is not None:
+            tensors["draft_token_ids"] = drafter.draft_token_ids
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

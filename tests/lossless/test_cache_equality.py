@@ -11,6 +11,7 @@ from ddtree.budget import FixedBudget
 from ddtree.commit import commit
 from ddtree.decode import Stages, decode
 from ddtree.models.drafter import DFlashSession
+from ddtree.models.target import FINAL_HIDDEN
 from ddtree.prefill import Context
 from ddtree.sampling.rule import Greedy
 from ddtree.stopping import TextStopping
@@ -50,6 +51,7 @@ def test_after_every_commit_the_caches_equal_plain_decodings(architecture: str) 
             torch.testing.assert_close(ours.values, theirs.values, atol=2e-5, rtol=2e-5)
         seen = torch.cat(drafter.sessions[-1].features)
         torch.testing.assert_close(seen, output.features, atol=5e-5, rtol=5e-5)
+        assert drafter.sessions[-1].token_ids == context.token_ids[:-1]
 
     rounds = list(
         decode(
@@ -74,9 +76,9 @@ def test_the_drafters_context_does_not_depend_on_how_it_grew(changes: dict[str, 
     features = torch.randn(20, 2 * target.hidden_size)
     with torch.inference_mode():
         whole, grown = drafter.start(4), drafter.start(4)
-        whole.extend(features)
+        drafters.feed(whole, features)
         for piece in (features[:11], features[11:12], features[12:20]):
-            grown.extend(piece)
+            drafters.feed(grown, piece)
             grown.propose(5, num_depths=2, num_ranks=4)  # must leave no trace
         first = whole.propose(9, num_depths=2, num_ranks=10)
         second = grown.propose(9, num_depths=2, num_ranks=10)
@@ -84,6 +86,27 @@ def test_the_drafters_context_does_not_depend_on_how_it_grew(changes: dict[str, 
     assert grown.length == 20
     assert first.token_ids.tolist() == second.token_ids.tolist()
     torch.testing.assert_close(first.log_probs, second.log_probs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2-mixed", "mistral-window"])
+def test_the_final_hidden_states_are_what_the_head_reads(architecture: str) -> None:
+    target = tiny_target(architecture)
+    ids = torch.tensor(PROMPT)
+    capture = (1, FINAL_HIDDEN)
+    with torch.inference_mode():
+        cache = target.new_cache(4)
+        prompt = target.prefill(ids, cache, capture=capture, num_logits=len(PROMPT))
+        depths = torch.tensor([0, 1, 1])
+        ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+        tree = target.verify(torch.tensor([3, 4, 5]), depths, ancestors, cache, capture=capture)
+        width = target.hidden_size
+        for output in (prompt, tree):
+            assert output.features.shape[1] == 2 * width
+            torch.testing.assert_close(target.head(output.features[:, width:]), output.logits)
+        # All rows of a prompt, whose logits are mostly not wanted.
+        last = target.prefill(ids, target.new_cache(4), capture=(FINAL_HIDDEN,))
+    assert (last.logits.shape[0], last.features.shape[0]) == (1, len(PROMPT))
+    torch.testing.assert_close(last.features, prompt.features[:, width:])
 
 
 def test_features_are_the_outputs_of_the_layers_before_the_final_norm() -> None:

@@ -1,6 +1,6 @@
 """Checkpoints as they are published, written by the test: a tiny target, and both DFlash formats.
 
-Names and shapes are copied from CHECKPOINTS A and B, not asked of the code that reads them.
+Names and shapes are copied from CHECKPOINTS A to C, not asked of the code that reads them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,22 @@ from tests.support.tokenizers import tiny_tokenizer
 
 Tensors = dict[str, Tensor]
 
+# What a DFlash2 drafter for the tiny models declares besides, as the published ones do.
+DFLASH2: Mapping[str, object] = {
+    "architectures": ["DFlash2DraftModel"],
+    "layer_types": ["sliding_attention", "sliding_attention"],
+    "sliding_window": 6,
+    "is_causal": False,
+    "dflash_config": {
+        "mask_token_id": 3,
+        "target_layer_ids": [0, 2],
+        "conv_kernel_size": 2,
+        "conv_group_size": 4,
+        "selector_rank": 5,
+        "selector_top_k": 6,
+    },
+}
+
 
 def write_target(folder: Path, architecture: str = "llama", *, tokenizer: bool = True) -> Path:
     """A tiny target as `save_pretrained` writes it, with a chat template or without a tokenizer."""
@@ -28,7 +44,7 @@ def write_target(folder: Path, architecture: str = "llama", *, tokenizer: bool =
 
 
 def drafter_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """The table of CHECKPOINTS A for a `config.json` with flat sizes and nested taps."""
+    """The tables of CHECKPOINTS A and C for a `config.json` with flat sizes and nested taps."""
     hidden, wide, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     queries, keys = (config[k] * head for k in ("num_attention_heads", "num_key_value_heads"))
     taps = len(config["dflash_config"]["target_layer_ids"])
@@ -53,14 +69,35 @@ def drafter_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
                 for k in ("q_proj", "k_proj", "v_proj", "o_proj")
             }
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return {**shapes, "norm.weight": (hidden,)}
+    return {**shapes, "norm.weight": (hidden,), **_dflash2_shapes(config)}
+
+
+def _dflash2_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """The table of CHECKPOINTS C, for a configuration that has its keys."""
+    keys = ("conv_kernel_size", "conv_group_size", "selector_rank")
+    if any(key not in config["dflash_config"] for key in keys):
+        return {}
+    taps, group, rank = (config["dflash_config"][key] for key in keys)
+    hidden, vocab_size = config["hidden_size"], config["vocab_size"]
+    shapes = {
+        "candidate_selector.predecessor_codebook": (vocab_size, rank),
+        "candidate_selector.successor_codebook": (vocab_size, rank),
+        "candidate_selector.hidden_projection.weight": (rank, hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        for conv in ("attention_conv", "mlp_conv"):
+            name = f"layers.{i}.{conv}."
+            shapes[name + "base_kernel"] = (2, taps, hidden)
+            shapes[name + "kernel_projection.weight"] = (2 * taps * hidden // group, hidden)
+    return shapes
 
 
 def drafter_tensors(config: Mapping[str, object], seed: int = 0) -> Tensors:
     """Random weights, large enough that every part of the network shows in its output."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)
+        name: torch.randn(shape, generator=generator) * (1.0 if "codebook" in name else 0.3)
+        + ("norm" in name)
         for name, shape in drafter_shapes(config).items()
     }
 

@@ -13,9 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddtree.draft import DraftSession
 from ddtree.models.drafter import top_marginals
 from ddtree.sampling.coupling import Perturb
 from ddtree.types import Marginals
+
+
+def feed(session: DraftSession, features: Tensor) -> None:
+    """Extend a session that reads features alone: the tokens mean nothing."""
+    session.extend(features, torch.zeros(features.shape[0], dtype=torch.int64))
+
 
 # Given a position, the tokens of the ranks there, best first.
 Ranks = Callable[[int], list[int]]
@@ -23,14 +30,16 @@ Ranks = Callable[[int], list[int]]
 
 @dataclass
 class ScriptedSession:
-    """Counts the context and remembers its features."""
+    """Counts the context and remembers its features and tokens."""
 
     drafter: ScriptedDrafter
     features: list[Tensor] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     length: int = 0
 
-    def extend(self, features: Tensor) -> None:
+    def extend(self, features: Tensor, token_ids: Tensor) -> None:
         self.features.append(features.clone())
+        self.token_ids.extend(token_ids.tolist())
         self.length += features.shape[0]
 
     def propose(
@@ -129,7 +138,7 @@ class LogitsSession:
     drafter: LogitsDrafter
     length: int = 0
 
-    def extend(self, features: Tensor) -> None:
+    def extend(self, features: Tensor, token_ids: Tensor) -> None:
         self.length += features.shape[0]
 
     def propose(

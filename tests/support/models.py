@@ -18,8 +18,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
+from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.drafter_config import parse_drafter_config
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 
 VOCAB_SIZE = 61

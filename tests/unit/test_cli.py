@@ -119,6 +119,7 @@ OPTIONS = {
         "--regex",
         "--seed",
         "--no-coupled",
+        "--no-lookup",
         "--min-new-tokens",
         "--max-new-tokens",
         "--stop",
@@ -127,6 +128,7 @@ OPTIONS = {
         "--raw",
         "--device",
         "--dtype",
+        "--allow-untested",
         "--json",
         "--logprobs",
         "--compare",
@@ -153,6 +155,7 @@ OPTIONS = {
         "--drafter",
         "--device",
         "--dtype",
+        "--allow-untested",
     ],
     "bench report": ["FOLDER"],
     "bench compare": ["BEFORE", "AFTER"],
@@ -182,6 +185,7 @@ OPTIONS = {
         "--num-workers",
         "--device",
         "--dtype",
+        "--allow-untested",
     ],
     "train fit": [
         "--samples",
@@ -193,6 +197,7 @@ OPTIONS = {
         "--num-workers",
         "--device",
         "--dtype",
+        "--allow-untested",
     ],
     "train respond": [
         "--prompts",
@@ -208,6 +213,7 @@ OPTIONS = {
         "--num-workers",
         "--device",
         "--dtype",
+        "--allow-untested",
     ],
     "train features": [
         "--responses",
@@ -217,6 +223,7 @@ OPTIONS = {
         "--num-workers",
         "--device",
         "--dtype",
+        "--allow-untested",
     ],
     "train evaluate": [
         "--prompts",
@@ -230,6 +237,7 @@ OPTIONS = {
         "--limit",
         "--device",
         "--dtype",
+        "--allow-untested",
     ],
 }
 
@@ -667,7 +675,7 @@ BAD_DRAFTERS: list[tuple[dict[str, object], str]] = [
     ({"vocab_size": 100}, "vocab_size: expected 61"),
     ({"dflash_config": {**MASK_AND_TAPS, "mask_token_id": VOCAB_SIZE}}, "mask_token_id"),
     ({"dflash_config": {**MASK_AND_TAPS, "target_layer_ids": [4]}}, "target_layer_ids"),
-    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2"),
+    ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size: expected a whole number >= 1"),
 ]
 
 

@@ -21,13 +21,13 @@ def attend(
     module: nn.Module,
     query: Float[Tensor, "R Hq N d"],
     key: Float[Tensor, "R Hkv S d"],
-    value: Float[Tensor, "R Hkv S d"],
+    value: Float[Tensor, "R Hkv S e"],
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     open_context: bool = False,
     **kwargs: Any,
-) -> tuple[Float[Tensor, "R N Hq d"], None]:
+) -> tuple[Float[Tensor, "R N Hq e"], None]:
     """An attention function as transformers calls it.
 
     Args:
@@ -35,7 +35,10 @@ def attend(
             the last N columns of the mask can hide anything. Else `grouped` does the work.
     """
     num_rows, context_length = query.shape[2], key.shape[2] - query.shape[2]
-    if attention_mask is None or not open_context or context_length == 0:
+    # What changes scores beyond scale and mask is left to `grouped`, as are widths of two kinds.
+    scored = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    unusual = scored or value.shape[3] != query.shape[3]
+    if attention_mask is None or not open_context or context_length == 0 or unusual:
         return grouped.attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # The heads that share keys become rows, so nothing is repeated.

@@ -15,16 +15,31 @@ TargetOption = Annotated[
 ]
 DrafterOption = Annotated[
     str | None,
-    typer.Option(help="Hub id or folder of a DFlash checkpoint.", show_default="known one"),
+    typer.Option(
+        help="Hub id or folder of a drafter: DFlash, Medusa or PARD.", show_default="known one"
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 DtypeOption = Annotated[
     str, typer.Option(help="auto, float32, bfloat16 or float16 (auto on CPU: float32).")
 ]
+AllowUntestedOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-untested",
+        help="Let in an architecture that is not in the table; its first text is checked.",
+    ),
+]
 
 
 def load_pair(
-    target: str, drafter: str | None, device: str, dtype: str, *, needs_drafter: bool
+    target: str,
+    drafter: str | None,
+    device: str,
+    dtype: str,
+    *,
+    needs_drafter: bool,
+    allow_untested: bool = False,
 ) -> Pair:
     """The models that a command was asked for, without the library's own chatter."""
     from ddtree.models.loading import load_target, silence_transformers
@@ -32,8 +47,11 @@ def load_pair(
 
     silence_transformers()
     if not needs_drafter:
-        return Pair(load_target(target, device=device, dtype=dtype, say=say), None)
-    return load(target, drafter, device=device, dtype=dtype, say=say)
+        loaded = load_target(
+            target, device=device, dtype=dtype, allow_untested=allow_untested, say=say
+        )
+        return Pair(loaded, None)
+    return load(target, drafter, device=device, dtype=dtype, allow_untested=allow_untested, say=say)
 
 
 def say(message: str) -> None:

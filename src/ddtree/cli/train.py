@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ddtree.cli.options import DeviceOption, DrafterOption, DtypeOption, TargetOption, load_pair
+from ddtree.cli.options import (
+    AllowUntestedOption,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetOption,
+    load_pair,
+)
 from ddtree.errors import OptionError
 
 if TYPE_CHECKING:
@@ -50,6 +57,7 @@ def train_all(
     num_workers: _NumWorkers = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    allow_untested: AllowUntestedOption = False,
 ) -> None:
     """Make a drafter: respond, features, fit, evaluate. Or run one stage: see the commands."""
     if context.invoked_subcommand is not None:
@@ -68,7 +76,9 @@ def train_all(
     if prompts:
         wanted = replace(wanted, prompts=tuple(prompts), responses=None)
     job = TrainJob(
-        target=TargetSource(name=_target(target, wanted), device=device, dtype=dtype),
+        target=TargetSource(
+            name=_target(target, wanted), device=device, dtype=dtype, allow_untested=allow_untested
+        ),
         recipe=wanted,
         out=out,
         num_workers=num_workers,
@@ -100,6 +110,7 @@ def train_respond(
     num_workers: _NumWorkers = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    allow_untested: AllowUntestedOption = False,
 ) -> None:
     """Let the target answer prompts, as text for a drafter to learn from."""
     from ddtree.train.respond import RespondConfig
@@ -115,7 +126,7 @@ def train_respond(
         seed=seed,
     )
     job = RespondJob(
-        target=TargetSource(name=target, device=device, dtype=dtype),
+        target=TargetSource(name=target, device=device, dtype=dtype, allow_untested=allow_untested),
         prompt_files=prompts,
         out=out,
         config=config,
@@ -136,13 +147,14 @@ def train_features(
     num_workers: _NumWorkers = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    allow_untested: AllowUntestedOption = False,
 ) -> None:
     """Keep what the target thinks of responses, where stage respond has not recorded it."""
     from ddtree.train.run_features import FeaturesJob, run_features
     from ddtree.train.target_source import TargetSource
 
     job = FeaturesJob(
-        target=TargetSource(name=target, device=device, dtype=dtype),
+        target=TargetSource(name=target, device=device, dtype=dtype, allow_untested=allow_untested),
         responses=responses,
         out=out,
         layer_ids=_layer_ids(layers, "--layers"),
@@ -165,6 +177,7 @@ def train_fit(
     num_workers: _NumWorkers = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    allow_untested: AllowUntestedOption = False,
 ) -> None:
     """Train a drafter on samples.
 
@@ -175,7 +188,9 @@ def train_fit(
 
     wanted = _recipe(recipe, num_steps)
     job = FitJob(
-        target=TargetSource(name=_target(target, wanted), device=device, dtype=dtype),
+        target=TargetSource(
+            name=_target(target, wanted), device=device, dtype=dtype, allow_untested=allow_untested
+        ),
         samples=samples,
         out=out,
         network=wanted.network,
@@ -206,6 +221,7 @@ def train_evaluate(
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    allow_untested: AllowUntestedOption = False,
 ) -> None:
     """Measure a drafter on held-out prompts: tau, accuracy by depth, calibration."""
     from ddtree.train.evaluate import EvaluateConfig
@@ -218,7 +234,9 @@ def train_evaluate(
         seed=seed,
         limit=limit,
     )
-    pair = load_pair(target, drafter, device, dtype, needs_drafter=True)
+    pair = load_pair(
+        target, drafter, device, dtype, needs_drafter=True, allow_untested=allow_untested
+    )
     job = EvaluateJob(pair=pair, files=prompts, out=out, config=config)
     evaluation = run_evaluate(job, Console(stderr=True))
     if not evaluation.agree and str(pair.target.dtype) == "torch.float32":

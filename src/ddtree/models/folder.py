@@ -14,9 +14,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from ddtree.errors import CacheWriteError, CheckpointError, ModelNotFoundError, first_line
 from ddtree.models import zoo
 from ddtree.models.drafter_weights import REFUSED_FILES
+from ddtree.models.medusa import WEIGHT_FILES as MEDUSA_FILES
 
+_TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 # Refused files are fetched too: what is not there cannot be refused.
-_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", *REFUSED_FILES)
+_PATTERNS = (*_TEXT_FILES, "*.safetensors", *MEDUSA_FILES, *REFUSED_FILES)
 CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 

@@ -6,54 +6,46 @@ it, and so is a drafter that was made for another target.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
-from ddtree.attention.backends import GROUPED
 from ddtree.errors import (
-    CheckpointError,
     OptionError,
     PairMismatchError,
     UnsupportedModelError,
-    first_line,
-    listed,
 )
-from ddtree.models.drafter import DFlashDrafter, DFlashNetwork
+from ddtree.models.architectures import check_architecture, check_model_type
+from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.drafter_checkpoint import (
     SPECULATORS,
     DrafterDeclaration,
     read_checkpoint,
     read_declaration,
 )
-from ddtree.models.drafter_config import DrafterConfig
+from ddtree.models.drafter_config import DFLASH, DFLASH2, DrafterConfig
+from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.folder import CONFIG_PATTERNS, read_config, resolve_folder
 from ddtree.models.fused import fuse_layers
+from ddtree.models.medusa import MedusaDrafter, is_medusa, load_medusa, parse_medusa_config
 from ddtree.models.packed import pack_linears
-from ddtree.models.target import (
-    SUPPORTED_MODEL_TYPES,
-    Target,
-    TargetShape,
-    pick_device,
-    pick_dtype,
-    unsupported_architecture,
-)
-from ddtree.models.target_ends import check_copies, ends_of
+from ddtree.models.pard import PardDrafter, is_pard, load_pard, parse_pard_config
+from ddtree.models.placement import pick_device, pick_dtype
+from ddtree.models.pretrained import parse_model_config, read_model, read_tokenizer
+from ddtree.models.target import Target, TargetShape
+from ddtree.models.target_ends import OwnEnds, ends_of, own_ends
+from ddtree.models.text_part import reader_of, text_config, text_part
 
-# How transformers fails on values that it does not check itself.
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+LoadedDrafter = DFlashDrafter | MedusaDrafter | PardDrafter
 
 
 def silence_transformers() -> None:
@@ -69,6 +61,7 @@ def load_target(
     device: str = "auto",
     dtype: str = "auto",
     packed: bool = True,
+    allow_untested: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Target:
     """Load a target model and its tokenizer.
@@ -81,7 +74,10 @@ def load_target(
         dtype: "auto", "float32", "bfloat16", "float16".
         packed: lay float32 weights on a CPU out for speed (see `models.packed`); False leaves the
             modules as transformers made them. A loaded model is never touched.
-        say: told what takes long.
+        allow_untested: let in an architecture that is not in the table (docs/models.md), if its
+            layers are of known kinds; `Pair` then holds the first text against plain decoding.
+        say: told what takes long, and of an architecture that is not in the table, which is else
+            a Python warning.
 
     Raises:
         ModelNotFoundError: no such model, or no network to fetch it.
@@ -97,15 +93,36 @@ def load_target(
                 got=f"{device!r}, {dtype!r}",
                 remedy="Move or convert the model before you hand it over.",
             )
-        return Target(source, tokenizer, name=source.config.name_or_path or "the loaded model")
+        called = source.config.name_or_path or "the loaded model"
+        target = Target(source, tokenizer, name=called, allow_untested=allow_untested)
+        _warn_if_untested(target, say)
+        return target
     name = str(source)
     where = pick_device(device)
     folder = resolve_folder(name, argument="target", say=say)
-    config = _read_model_config(folder, name)
-    model = _read_model(folder, name, pick_dtype(dtype, where, config.dtype)).to(where)
+    config = _read_model_config(folder, name, allow_untested=allow_untested)
+    reader = reader_of(read_config(folder, "target")["model_type"])
+    model = read_model(folder, f"target {name}", pick_dtype(dtype, where, config.dtype), reader)
+    model = text_part(model).to(where)
     if packed:
         fuse_layers(pack_linears(model))
-    return Target(model, tokenizer or _read_tokenizer(folder), name=name)
+    tokenizer = tokenizer or read_tokenizer(folder)
+    target = Target(model, tokenizer, name=name, allow_untested=allow_untested)
+    _warn_if_untested(target, say)
+    return target
+
+
+def _warn_if_untested(target: Target, say: Callable[[str], None] | None) -> None:
+    if not target.untested:
+        return
+    message = (
+        f"{target.config.model_type!r} ({target.name}) is not among the tested architectures: its "
+        "first text is made twice, with drafts and without, and compared"
+    )
+    if say is None:
+        warnings.warn(message, stacklevel=3)
+    else:
+        say(message)
 
 
 def load_drafter(
@@ -114,67 +131,103 @@ def load_drafter(
     *,
     packed: bool = True,
     say: Callable[[str], None] | None = None,
-) -> DFlashDrafter:
-    """Load a DFlash drafter in z-lab's or speculators' format and bind it to its target.
+) -> LoadedDrafter:
+    """Load a drafter and bind it to its target: DFlash in either format, Medusa heads, or PARD.
 
     Args:
         source: a hub id, a local folder, or an embedded alias.
         target: on whose device and in whose dtype the drafter will run.
         packed: see `load_target`; False where its weights are read or trained.
-        say: told what takes long, and of a format that is not z-lab's.
+        say: told what takes long, and of a format that is not z-lab's DFlash.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
-        UnsupportedModelError: another format, or an embedding or head that is not the target's.
-        CheckpointError: tensors missing, left over or misshapen, or a broken draft vocabulary.
+        UnsupportedModelError: another format, or a variant that would be silently wrong.
+        CheckpointError: tensors missing, left over, misshapen or not finite, or a broken draft
+            vocabulary.
         PairMismatchError: made for another target.
     """
     name = str(source)
     folder = resolve_folder(name, argument="drafter", say=say)
-    declared = read_declaration(folder, name)
-    config = declared.config
-    check_pair(config, target.shape, name)
-    read = read_checkpoint(folder, declared, vocab_size=target.vocab_size, name=name)
-    if declared.format == SPECULATORS:
-        check_copies(
-            ends_of(target),
-            embedding=read.embedding,
-            head=read.head,
-            draft_token_ids=read.draft_token_ids,
-            name=name,
-        )
-        if say is not None:
-            say(_described(declared, name))
-    # RoPE frequencies are buffers that are computed, not loaded: build them for real, and cast the
-    # weights alone, since in bfloat16 they would turn far positions by whole radians.
-    network = DFlashNetwork(config)
-    weights = {key: tensor.to(target.dtype) for key, tensor in read.tensors.items()}
-    network.load_state_dict(weights, assign=True)
-    drafter = DFlashDrafter(
-        network.to(target.device), target, name=name, draft_token_ids=read.draft_token_ids
-    )
+    raw = read_config(folder, "drafter")
+    drafter: LoadedDrafter
+    if is_medusa(raw):
+        drafter = load_medusa(folder, raw, target, name)
+    elif is_pard(raw):
+        drafter = load_pard(folder, raw, target, name)
+    else:
+        drafter = _load_dflash(folder, target, name, say)
+    if say is not None and not isinstance(drafter, DFlashDrafter):
+        say(f"{name}: {drafter.describe()}")
     if packed:
         drafter.pack()
     return drafter
 
 
-def _described(declared: DrafterDeclaration, name: str) -> str:
+def _load_dflash(
+    folder: Path, target: Target, name: str, say: Callable[[str], None] | None
+) -> DFlashDrafter:
+    declared = read_declaration(folder, name)
+    config = declared.config
+    check_pair(config, target.shape, name)
+    read = read_checkpoint(folder, declared, vocab_size=target.vocab_size, name=name)
+    own = OwnEnds()
+    if declared.format == SPECULATORS:
+        own = own_ends(read, ends_of(target), name)
+        if say is not None:
+            say(_described(declared, own, target.name, name))
+    # RoPE frequencies are buffers that are computed, not loaded: build them for real, and cast the
+    # weights alone, since in bfloat16 they would turn far positions by whole radians.
+    network = DFlashNetwork(config)
+    weights = {key: tensor.to(target.dtype) for key, tensor in read.tensors.items()}
+    network.load_state_dict(weights, assign=True)
+    embedding = (
+        None if own.embedding is None else own.embedding.rows.to(target.device, target.dtype)
+    )
+    return DFlashDrafter(
+        network.to(target.device),
+        target,
+        name=name,
+        draft_token_ids=read.draft_token_ids,
+        embedding=embedding,
+        head=None if own.head is None else _head(own.head.rows.to(target.device, target.dtype)),
+    )
+
+
+def _head(rows: torch.Tensor) -> nn.Linear:
+    """A head of these rows [Vd, D]."""
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(rows, requires_grad=False)
+    return head
+
+
+def _described(declared: DrafterDeclaration, own: OwnEnds, target_name: str, name: str) -> str:
     """One line about a drafter in speculators' format."""
     config, verifier = declared.config, declared.verifier
     made_for = "" if verifier is None else f", made for {verifier}"
     size = config.draft_vocab_size or config.vocab_size
     tokens = f"drafts {size} of {config.vocab_size} tokens"
-    return f"{name}: a drafter in speculators' format, {tokens}{made_for}"
+    said = f"{name}: a drafter in speculators' format, {tokens}{made_for}"
+    if not own.found:
+        return said
+    shares = [(end.key, end.num_differing, end.rows.shape[0]) for end in own.found]
+    kept = " and ".join(f"{key} ({count} of {rows} rows differ)" for key, count, rows in shares)
+    hint = f"; check that {target_name} is its target" if all(c == r for _, c, r in shares) else ""
+    return f"{said}, with its own {kept}{hint}"
 
 
-def read_target_shape(name: str) -> TargetShape:
+def read_target_shape(name: str, *, allow_untested: bool = False) -> TargetShape:
     """The sizes of a target, from its configuration alone.
+
+    Args:
+        name: a hub id, a local folder, or an embedded alias.
+        allow_untested: see `load_target`.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, CheckpointError: see `load_target`.
     """
     folder = resolve_folder(name, argument="target", patterns=CONFIG_PATTERNS)
-    config = _read_model_config(folder, name)
+    config = _read_model_config(folder, name, allow_untested=allow_untested)
     return TargetShape(
         name=name,
         hidden_size=config.hidden_size,
@@ -191,6 +244,29 @@ def read_drafter_config(name: str) -> DrafterConfig:
     """
     folder = resolve_folder(name, argument="drafter", patterns=CONFIG_PATTERNS)
     return read_declaration(folder, name).config
+
+
+def describe_drafter(name: str, target: TargetShape) -> str:
+    """What a drafter declares, without its weights, if it fits a target of this shape.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError, PairMismatchError: see
+            `load_drafter`.
+    """
+    folder = resolve_folder(name, argument="drafter", patterns=CONFIG_PATTERNS)
+    raw, source = read_config(folder, "drafter"), f"{name}/config.json"
+    if is_medusa(raw):
+        return parse_medusa_config(raw, target, source).describe()
+    if is_pard(raw):
+        return parse_pard_config(raw, source).describe(target)
+    config = read_drafter_config(name)
+    check_pair(config, target, name)
+    size = config.draft_vocab_size
+    vocabulary = "" if size is None else f"draft vocabulary {size}, "
+    return (
+        f"block size {config.block_size}, {config.num_layers} layers, {vocabulary}"
+        f"features of target layers {', '.join(map(str, config.target_layer_ids))}; fits"
+    )
 
 
 def check_pair(config: DrafterConfig, target: TargetShape, name: str) -> None:
@@ -231,68 +307,29 @@ def check_pair(config: DrafterConfig, target: TargetShape, name: str) -> None:
             )
 
 
-def _read_model_config(folder: Path, name: str) -> Any:
+def _read_model_config(folder: Path, name: str, *, allow_untested: bool = False) -> Any:
+    """The configuration of the target, or of its text part."""
     raw = read_config(folder, "target")
-    if raw.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        raise unsupported_architecture(raw.get("model_type"), name)
-    if "dflash_config" in raw or "DFlashDraftModel" in str(raw.get("architectures")):
-        raise UnsupportedModelError(
-            "target",
-            expected="a causal language model",
-            got=f"the DFlash drafter {name}",
-            remedy="Give it as --drafter, and the model that it drafts for as --target.",
-        )
+    if is_medusa(raw) and not raw.get("model_type"):
+        raise _no_target(f"the Medusa heads {name}")
+    check_model_type(raw.get("model_type"), name, allow_untested=allow_untested)
+    architectures = str(raw.get("architectures"))
+    if "dflash_config" in raw or any(name in architectures for name in (DFLASH, DFLASH2)):
+        raise _no_target(f"the DFlash drafter {name}")
     if (folder / "generation_config.json").exists():
         # transformers passes over a broken one, and the stop tokens in it would be lost.
         read_config(folder, "target", "generation_config.json")
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, StrictDataclassError, *_MALFORMED) as error:
-        raise CheckpointError(
-            f"target {name}: config.json",
-            expected=f"the configuration of a {raw['model_type']} model",
-            got=" ".join(str(error).split()),
-            remedy="Download the file again.",
-        ) from error
+    whole = parse_model_config(folder, raw, f"target {name}")
+    config = text_config(whole)
+    config.dtype = config.dtype or whole.dtype  # declared for the whole checkpoint alone
+    check_architecture(config, name, allow_untested=allow_untested)
+    return config
 
 
-def _read_model(folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=GROUPED,
-            output_loading_info=True,
-        )
-    except (OSError, SafetensorError, RuntimeError, ImportError, *_MALFORMED) as error:
-        raise CheckpointError(
-            f"target {name}",
-            expected="readable weights (*.safetensors) of the declared shapes",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            remedy="Download the checkpoint again, or check config.json against it.",
-        ) from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            raise CheckpointError(
-                f"target {name}",
-                expected="exactly the tensors of its architecture",
-                got=f"{kind.replace('_', ' ')}: {listed(map(str, info[kind]))}",
-                remedy="transformers would fill them at random; fix the checkpoint.",
-            )
-    return model
-
-
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the model; None where there are no tokenizer files at all."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((folder / name).exists() for name in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, *_MALFORMED) as error:
-        raise CheckpointError(
-            f"tokenizer in {folder}",
-            expected="tokenizer files that transformers can read",
-            got=first_line(error),
-            remedy="Download them again, or remove them to work with token ids alone.",
-        ) from error
+def _no_target(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "target",
+        expected="a causal language model",
+        got=what,
+        remedy="Give it as --drafter, and the model that it drafts for as --target.",
+    )

@@ -1,4 +1,4 @@
-"""The target: any Llama, Qwen2, Qwen3 or Mistral causal LM of transformers, behind one small face.
+"""The target: a causal LM of transformers whose layers are known, behind one small face.
 
 It runs a forward over rows, captures the layers that a drafter wants and no others, and lends its
 embedding and head to the drafter. Knows no tree and no drafter.
@@ -22,10 +22,24 @@ from ddtree.attention.masks import additive
 from ddtree.attention.visibility import visible
 from ddtree.cache.batch import BatchCache
 from ddtree.cache.hf import TargetCache, cache_argument
-from ddtree.errors import OptionError, UnsupportedModelError
+from ddtree.cache.recurrent import RecurrentState
+from ddtree.models.architectures import (
+    check_architecture,
+    check_layers,
+    longest_context,
+    window_by_layer_type,
+)
 from ddtree.models.packed import PackedLinear
+from ddtree.models.recurrent import (
+    ROUND_BYTES,
+    most_rows,
+    recurrent_layer_type,
+    recurrent_layers,
+    rows_of_a_tree,
+)
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# In place of a layer's id: the final hidden states behind the last norm, which the head reads.
+FINAL_HIDDEN = -1
 
 
 @dataclass(frozen=True)
@@ -58,25 +72,37 @@ class Target:
         model: a causal LM of a supported architecture, on its device, in eval mode.
         tokenizer: its tokenizer, or None: then only token ids go in and out.
         name: how to call it in messages.
+        allow_untested: let in an architecture that is not in the table, if its layers are known.
 
     Raises:
-        UnsupportedModelError: another architecture.
+        UnsupportedModelError: an architecture that is not in the table, or layers that are unknown.
         BackendError: an attention implementation without a tree mask.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        allow_untested: bool = False,
     ) -> None:
         self.config: Any = model.config
-        if self.config.model_type not in SUPPORTED_MODEL_TYPES:
-            raise unsupported_architecture(self.config.model_type, name)
+        self.untested = check_architecture(self.config, name, allow_untested=allow_untested)
+        if self.untested:
+            check_layers(model, name)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
         # Asked once here so that a wrong backend is an error before any work.
         check_backend(self.config._attn_implementation)
         self._cache_argument = cache_argument(model)
-        self._windows = _window_by_layer_type(self.config)
+        self._windows = window_by_layer_type(self.config, name)
+        # Gemma 4's last layers keep no entries: they read those of layers before them.
+        self._num_sharing = int(getattr(self.config, "num_kv_shared_layers", 0) or 0)
+        self._recurrent = recurrent_layers(self.config, model.get_decoder(), name)
+        # Recurrent layers: memory for the rows of a round, which bounds the budget.
+        self.round_bytes = ROUND_BYTES
 
     @property
     def shape(self) -> TargetShape:
@@ -121,8 +147,13 @@ class Target:
 
     @property
     def context_limit(self) -> int:
-        """The most positions that the model was made for."""
-        return int(self.config.max_position_embeddings)
+        """The most positions that the model was made for, and that a tree can be verified in."""
+        return longest_context(self.config)
+
+    @property
+    def max_rows(self) -> int | None:
+        """N, the most rows of a round: what fits into `round_bytes`; None: no recurrent layers."""
+        return most_rows(self._recurrent, self.round_bytes) if self._recurrent else None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -136,15 +167,30 @@ class Target:
 
     def new_cache(self, capacity: int) -> TargetCache:
         """An empty cache with room for `capacity` rows."""
-        return TargetCache(self.num_layers, capacity)
+        return TargetCache(self.num_layers - self._num_sharing, capacity, self._fresh_states())
+
+    def new_batch_cache(self, num_rows: int, capacity: int) -> BatchCache:
+        """Empty caches for `run_batch`, with room for `capacity` positions in each row."""
+        num_layers = self.num_layers - self._num_sharing
+        return BatchCache(num_layers, num_rows, capacity, self.device, self._fresh_states())
+
+    def _fresh_states(self) -> dict[int, RecurrentState]:
+        return {i: layer.fresh_state() for i, layer in self._recurrent.items()}
 
     def embed(self, token_ids: Int64[Tensor, " M"]) -> Float[Tensor, "M D"]:
-        """The input embedding of each token."""
+        """The input embedding of each token, as the target's first layer gets it.
+
+        Gemma's embedding scales its rows by itself, and drafters for it are trained on that; a
+        drafter's `input_embedding_scale` comes on top, in its own code.
+        """
         embedded: Tensor = self.model.get_input_embeddings()(token_ids)
         return embedded
 
     def head(self, hidden: Float[Tensor, "M D"]) -> Float[Tensor, "M V"]:
-        """The output head, tied or not, on normalised hidden states."""
+        """The output head, tied or not, on normalised hidden states.
+
+        Without the target's own caps and scales of logits: a drafter declares those that it has.
+        """
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
@@ -172,17 +218,21 @@ class Target:
         Args:
             token_ids: [M].
             cache: holds the context.
-            capture: 0-based ids of the layers whose outputs are wanted.
+            capture: 0-based ids of the layers whose outputs are wanted, or `FINAL_HIDDEN`.
             num_logits: from 1 to M, rows at the end whose logits are wanted.
         """
-        positions = torch.arange(cache.length, cache.length + token_ids.shape[0])
-        return self._forward(
+        start, num_rows = cache.length, token_ids.shape[0]
+        positions = torch.arange(start, start + num_rows)
+        output = self._forward(
             token_ids[None],
             positions[None].to(self.device),
             cache,
             {"attention_mask": None, "logits_to_keep": num_logits},
             capture,
         )
+        if self._recurrent:
+            cache.keep(start, tuple(range(num_rows)))
+        return output
 
     def verify(
         self,
@@ -202,7 +252,7 @@ class Target:
             depths: [N], the root 0.
             ancestors: [N, N] bool, see `tree.geometry.ancestor_mask`.
             cache: holds the context.
-            capture: 0-based ids of the layers whose outputs are wanted.
+            capture: 0-based ids of the layers whose outputs are wanted, or `FINAL_HIDDEN`.
         """
         num_rows, length = token_ids.shape[0], cache.length
         options: dict[str, Any] = {"attention_mask": None}
@@ -220,7 +270,9 @@ class Target:
             options = {"attention_mask": self._masks(mask_of)}
             if all(map(hides_nothing, self._windows.values())):
                 options["open_context"] = True
-        return self._forward(token_ids[None], (length + depths)[None], cache, options, capture)
+        branching = self._recurrent if num_rows > 1 else {}
+        with rows_of_a_tree(branching, cache.recurrent_stores, ancestors):
+            return self._forward(token_ids[None], (length + depths)[None], cache, options, capture)
 
     def run_batch(
         self,
@@ -237,7 +289,7 @@ class Target:
             token_ids: the whole prompt of the one row that the cache is filling, or else the last
                 token of every row.
             cache: grows in place; the caller counts its lengths.
-            capture: 0-based ids of the layers whose outputs are wanted.
+            capture: 0-based ids of the layers whose outputs are wanted, or `FINAL_HIDDEN`.
         """
         if cache.filling is None:
             cache.begin_step()
@@ -252,8 +304,12 @@ class Target:
         return self._forward(token_ids, positions, cache, options, capture)
 
     def _masks(self, of_window: Callable[[int | None], Tensor]) -> Any:
-        """One mask, or one per layer type where the model mixes windows."""
-        masks = {kind: of_window(window) for kind, window in self._windows.items()}
+        """One mask, or one per layer type where they are mixed; recurrent layers need none."""
+        masks: dict[str, Tensor | None] = {
+            kind: of_window(window) for kind, window in self._windows.items()
+        }
+        if (recurrent := recurrent_layer_type(self.config.model_type)) is not None:
+            masks[recurrent] = None
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _forward(
@@ -265,7 +321,11 @@ class Target:
         capture: Sequence[int],
     ) -> TargetOutput:
         """Run R rows of tokens [R, M]; logits and features of all, row by row."""
-        with _captured(self.model.get_decoder().layers, capture) as outputs:
+        if capture and self._num_sharing and "logits_to_keep" in options:
+            # A number makes such layers run for the last rows alone; their features would be lost.
+            rows = torch.arange(token_ids.shape[1], device=token_ids.device)
+            options = {**options, "logits_to_keep": rows[-options["logits_to_keep"] :]}
+        with _captured(self.model.get_decoder(), capture) as outputs:
             result = self.model(
                 input_ids=token_ids,
                 position_ids=positions,
@@ -275,29 +335,22 @@ class Target:
                 **options,
             )
         features = [outputs[layer].flatten(0, 1) for layer in capture]
-        joined = torch.cat(features, dim=-1) if features else result.logits.new_empty((0, 0))
+        none = result.logits.new_empty((token_ids.numel(), 0))
+        joined = torch.cat(features, dim=-1) if features else none
         return TargetOutput(result.logits.flatten(0, 1), joined)
 
 
-def unsupported_architecture(model_type: object, name: str) -> UnsupportedModelError:
-    """The error for a target of an architecture that is not among the tested ones."""
-    return UnsupportedModelError(
-        "target",
-        expected=f"an architecture among {', '.join(SUPPORTED_MODEL_TYPES)}",
-        got=f"{model_type!r} ({name})",
-        remedy="Its attention or state may need a tree mask that is not tested yet.",
-    )
-
-
 @contextmanager
-def _captured(layers: Any, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs [R, M, D] of some layers during the block.
+def _captured(decoder: Any, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs [R, M, D] of some layers, or of the whole decoder, during the block.
 
     Layers are hooked because `hidden_states[n]` of the last one is already normalised.
     """
     outputs: dict[int, Tensor] = {}
+    hooked = {i: decoder if i == FINAL_HIDDEN else decoder.layers[i] for i in layer_ids}
     handles = [
-        layers[i].register_forward_hook(partial(_keep_output, outputs, i)) for i in layer_ids
+        module.register_forward_hook(partial(_keep_output, outputs, i))
+        for i, module in hooked.items()
     ]
     try:
         yield outputs
@@ -309,72 +362,6 @@ def _captured(layers: Any, layer_ids: Sequence[int]) -> Iterator[dict[int, Tenso
 def _keep_output(
     outputs: dict[int, Tensor], layer_id: int, module: object, inputs: object, output: Any
 ) -> None:
-    """A forward hook; some versions return the hidden states alone, some in a tuple."""
+    """A forward hook; hidden states come alone, in a tuple, or first in an output object."""
     hidden = output if isinstance(output, Tensor) else output[0]
     outputs[layer_id] = hidden
-
-
-def _window_by_layer_type(config: Any) -> dict[str, int | None]:
-    """The sliding window of each layer type that occurs; None for full attention."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return {"all": window if config.model_type == "mistral" else None}
-    known = {"full_attention": None, "sliding_attention": window}
-    unknown = sorted(set(layer_types) - set(known))
-    if unknown:
-        raise UnsupportedModelError(
-            "target",
-            expected="layers of full or sliding attention",
-            got=", ".join(unknown),
-            remedy="Such layers need a tree mask of their own, which is not tested yet.",
-        )
-    return {kind: known[kind] for kind in sorted(set(layer_types))}
-
-
-def pick_device(device: str) -> torch.device:
-    """The device of that name; "auto" takes cuda, then mps, then cpu.
-
-    Raises:
-        OptionError: no such device here.
-    """
-    if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if torch.backends.mps.is_available():
-        here.append("mps")
-    if device in here or (device == "cuda" and torch.cuda.is_available()):
-        return torch.device(device)
-    raise OptionError(
-        "device",
-        expected=f"auto or a device of this machine ({', '.join(here)})",
-        got=repr(device),
-        remedy="Run `ddtree doctor` to see what is installed.",
-    )
-
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def pick_dtype(dtype: str, device: torch.device, declared: torch.dtype | None) -> torch.dtype:
-    """The dtype of that name; "auto" is float32 on a CPU, else what the checkpoint declares.
-
-    Raises:
-        OptionError: another name.
-    """
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" or declared is None else declared
-    if dtype not in DTYPES:
-        raise OptionError(
-            "dtype",
-            expected=f"auto, {', '.join(DTYPES)}",
-            got=repr(dtype),
-            remedy="auto is float32 on a CPU and the checkpoint's own dtype elsewhere.",
-        )
-    return DTYPES[dtype]

@@ -104,7 +104,7 @@ def test_the_text_is_the_targets_though_two_thirds_of_its_tokens_are_never_propo
     target = tiny_target(architecture)
     pair = Pair(target, load_drafter(write_drafter(tmp_path, draft_token_ids=THIRD), target))
     plain = pair.generate(PROMPT, method="ar", max_new_tokens=40, **options)
-    drafted = pair.generate(PROMPT, budget=budget, max_new_tokens=40, **options)
+    drafted = pair.generate(PROMPT, budget=budget, max_new_tokens=40, lookup=False, **options)
     assert drafted.token_ids == plain.token_ids
     if not options:
         assert list(plain.token_ids) == greedy_reference(tiny_model(architecture), PROMPT, 40)
@@ -116,7 +116,7 @@ def test_the_text_is_the_targets_though_two_thirds_of_its_tokens_are_never_propo
 def test_a_budget_beyond_the_draft_vocabulary_is_fine(tmp_path: Path, target: Target) -> None:
     folder = write_drafter(tmp_path, draft_token_ids=[4, 9], block_size=3)
     pair = Pair(target, load_drafter(folder, target))
-    generation = pair.generate(PROMPT, budget=16, max_new_tokens=12)
+    generation = pair.generate(PROMPT, budget=16, max_new_tokens=12, lookup=False)
     assert list(generation.token_ids) == greedy_reference(tiny_model("llama"), PROMPT, 12)
     # Two depths of two tokens each: 2 + 4 nodes are all there are.
     assert max(r.tree.num_nodes for r in generation.rounds if r.tree) == 6

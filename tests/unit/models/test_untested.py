@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import ddtree
-from ddtree.errors import UnsupportedModelError
+from ddtree.errors import ContextLengthError, UnsupportedModelError
 from ddtree.models import architectures
 from ddtree.models.loading import load_target, read_target_shape
 from ddtree.models.target import Target
@@ -154,3 +155,11 @@ def test_long_rope_bounds_the_context_to_where_all_rows_turn_alike() -> None:
     options = {"rope_parameters": rope, "original_max_position_embeddings": 64}
     model = build("Phi3", 0, options)
     assert Target(model, None, name="long").context_limit == 64
+    ids = torch.tensor([PROMPT])
+    for num_new, fits in ((50, True), (51, False)):
+        options = {"max_new_tokens": num_new, "attention_mask": torch.ones_like(ids)}
+        expected = nullcontext() if fits else pytest.raises(ContextLengthError, match="64")
+        with expected:
+            model.generate(
+                ids, custom_generate=ddtree.custom_generate, method="ar", do_sample=False, **options
+            )

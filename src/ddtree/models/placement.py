@@ -1,0 +1,55 @@
+"""Where a model runs and in which dtype, by the names that a user gives. Knows no models."""
+
+from __future__ import annotations
+
+import torch
+
+from ddtree.errors import OptionError
+
+
+def pick_device(device: str) -> torch.device:
+    """The device of that name; "auto" takes cuda, then mps, then cpu.
+
+    Raises:
+        OptionError: no such device here.
+    """
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        here.append("mps")
+    if device in here or (device == "cuda" and torch.cuda.is_available()):
+        return torch.device(device)
+    raise OptionError(
+        "device",
+        expected=f"auto or a device of this machine ({', '.join(here)})",
+        got=repr(device),
+        remedy="Run `ddtree doctor` to see what is installed.",
+    )
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def pick_dtype(dtype: str, device: torch.device, declared: torch.dtype | None) -> torch.dtype:
+    """The dtype of that name; "auto" is float32 on a CPU, else what the checkpoint declares.
+
+    Raises:
+        OptionError: another name.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" or declared is None else declared
+    if dtype not in DTYPES:
+        raise OptionError(
+            "dtype",
+            expected=f"auto, {', '.join(DTYPES)}",
+            got=repr(dtype),
+            remedy="auto is float32 on a CPU and the checkpoint's own dtype elsewhere.",
+        )
+    return DTYPES[dtype]
