@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from unittest import mock
 
 import torch
 from builders import random_marginals
@@ -23,8 +22,6 @@ from transformers import (
 
 from ddtree.attention.backends import GROUPED
 from ddtree.cache.hf import TargetCache
-from ddtree.errors import UnsupportedModelError, first_line
-from ddtree.models import target as target_module
 from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.drafter_config import parse_drafter_config
 from ddtree.models.drafter_network import DFlashNetwork
@@ -75,12 +72,9 @@ def architectures(setup: Setup) -> list[str]:
     return few if setup.small else list(ARCHITECTURES)
 
 
-def tiny_model(architecture: str, report: Report) -> PreTrainedModel | None:
-    """On the CPU in float32; None, with a note, where `Target` does not support it."""
+def tiny_model(architecture: str) -> PreTrainedModel:
+    """On the CPU in float32."""
     config = ARCHITECTURES[architecture]()
-    if config.model_type not in target_module.SUPPORTED_MODEL_TYPES:
-        report.note(f"{architecture}: not among the architectures that Target supports; left out.")
-        return None
     torch.manual_seed(sorted(ARCHITECTURES).index(architecture))
     return AutoModelForCausalLM.from_config(config, attn_implementation=GROUPED).eval()
 
@@ -138,17 +132,7 @@ def sized_target(name: str, setup: Setup, report: Report) -> Target:
     report.note(f"{count / 1e9:.2f} billion random parameters, made in {seconds:.1f} s.")
     if (experts_by := getattr(config, "_experts_implementation", None)) is not None:
         report.note(f"transformers runs the experts by {experts_by}.")
-    try:
-        return Target(made, None, name=name)
-    except UnsupportedModelError as error:
-        report.note(
-            f"Target refuses it ({first_line(error)}): its check was lifted for these times, which "
-            "are the model's own forward behind Target's mask and cache. Nothing vouches for the "
-            "tokens. Random routers spread rows over more experts than trained ones may."
-        )
-        known = (*target_module.SUPPORTED_MODEL_TYPES, config.model_type)
-        with mock.patch.object(target_module, "SUPPORTED_MODEL_TYPES", known):
-            return Target(made, None, name=name)
+    return Target(made, None, name=name)
 
 
 def random_drafter(target: Target, *, block_size: int, num_layers: int) -> DFlashDrafter:

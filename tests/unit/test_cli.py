@@ -645,7 +645,7 @@ def forget_the_tokenizer(own: Folders) -> None:
 BAD_TARGETS = [
     (lack_a_tensor, "missing keys: model.norm.weight"),
     (lambda own: edit_json(own.target / "config.json", num_hidden_layers=3), "unexpected keys"),
-    (lambda own: edit_json(own.target / "config.json", vocab_size=70), "declared shapes"),
+    (lambda own: edit_json(own.target / "config.json", vocab_size=70), "mismatched keys"),
     (lambda own: edit_json(own.target / "config.json", hidden_size="x"), "hidden_size"),
     (lambda own: edit_json(own.target / "config.json", model_type="gpt2"), "'gpt2'"),
     (lambda own: (own.target / "config.json").write_text("{"), "expected JSON"),
