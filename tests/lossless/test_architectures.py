@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +19,28 @@ from ddtree.budget import FixedBudget
 from ddtree.commit import commit
 from ddtree.decode import Stages, decode
 from ddtree.draft import Drafter
+from ddtree.models.drafter_config import parse_drafter_config
+from ddtree.models.drafter_export import save_drafter
+from ddtree.models.loading import load_drafter
 from ddtree.models.target import Target
 from ddtree.pair import Pair
 from ddtree.prefill import Context
 from ddtree.sampling.rule import Greedy
 from ddtree.stopping import TextStopping
+from ddtree.train.network import new_network
 from ddtree.types import Generation, Method
 from tests.support import drafters
-from tests.support.architectures import ARCHITECTURES, VOCAB_SIZE, WINDOW, loaded, tiny
-from tests.support.models import dflash_drafter, greedy_reference
+from tests.support.architectures import (
+    ARCHITECTURES,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    WINDOW,
+    loaded,
+    tiny,
+)
+from tests.support.checkpoints import DFLASH2, write_drafter, write_speculators
+from tests.support.models import dflash_drafter, drafter_config, greedy_reference
+from tests.support.sources import write_medusa, write_pard
 
 # As a user runs it: the annotations of these shapes are checked by the tests of smaller parts.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -83,6 +97,45 @@ def test_every_method_says_what_generate_says(architecture: str, kind: str) -> N
     assert len(set(said(architecture))) > 3, "a text of few words proves little"
     for method, budget in RUNS:
         assert text_of(architecture, kind, method, budget) == said(architecture), (method, budget)
+
+
+def _with_transition_head(folder: Path) -> Path:
+    config = replace(
+        parse_drafter_config(drafter_config(**_TAPS), "test"), selector_rank=5, selector_top_k=9
+    )
+    save_drafter(new_network(config, seed=1), config, folder, draft_token_ids=None, provenance={})
+    return folder
+
+
+_LAYERS = {"target_layer_ids": list(LAYER_IDS)}
+_TAPS = {
+    "num_target_layers": NUM_LAYERS,
+    "dflash_config": {"mask_token_id": 3, **_LAYERS},
+}
+# Every format that `load_drafter` reads, written as it is published.
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "z-lab": lambda folder: write_drafter(folder, **_TAPS),
+    "z-lab, few tokens": lambda folder: write_drafter(
+        folder, draft_token_ids=list(range(0, VOCAB_SIZE, 2)), **_TAPS
+    ),
+    "with a transition head": _with_transition_head,
+    "DFlash2": lambda folder: write_drafter(
+        folder, **{**_TAPS, **DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **_LAYERS}}
+    ),
+    "speculators": lambda folder: write_speculators(folder, aux_hidden_state_layer_ids=[1, 2]),
+    "Medusa": write_medusa,
+    "PARD": lambda folder: write_pard(folder, tokenizer=False),
+}
+
+
+# One of each kind of layer; each format is proven by its own tests besides.
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "olmo3", "qwen3_next"])
+def test_every_format_says_what_generate_says(architecture: str, form: str, tmp_path: Path) -> None:
+    drafter = load_drafter(FORMATS[form](tmp_path / "drafter"), loaded(architecture))
+    for method, budget in (("dflash", 4), ("ddtree", 5), ("ddtree", 24)):
+        text = generated(loaded(architecture), drafter, method=method, budget=budget).token_ids
+        assert text == said(architecture), (method, budget)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
