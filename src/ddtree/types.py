@@ -53,6 +53,33 @@ class Marginals:
     token_ids: Int64[Tensor, "L K"]
     transitions: Transitions | None = None
 
+    @classmethod
+    def first_order(
+        cls,
+        log_probs: Float32[Tensor, "L K"],
+        token_ids: Int64[Tensor, "L K"],
+        behind: Float32[Tensor, "L K K"],
+    ) -> Marginals:
+        """A first-order draft of K columns per depth, put in order.
+
+        Args:
+            log_probs: of each column alone, from high to low; at depth 1 `behind` replaces it.
+            token_ids: of each column.
+            behind: entry (d, p, j) is the log-prob of column j at depth d + 1 behind column p of
+                the depth before; at depth 1, behind the root, all p are alike.
+        """
+        found, ranks = torch.sort(behind, dim=-1, descending=True, stable=True)
+        # Depth 1 has one row, which is the order of its columns from now on.
+        order = ranks[0, 0]
+        return cls(
+            torch.cat([found[0, :1], log_probs[1:]]),
+            torch.cat([token_ids[:1, order], token_ids[1:]]),
+            Transitions(
+                torch.cat([found[1:2, order], found[2:]]),
+                torch.cat([ranks[1:2, order], ranks[2:]]),
+            ),
+        )
+
     @property
     def num_depths(self) -> int:
         """L, the number of drafted positions."""

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from ddtree.types import Marginals, Transitions
+from ddtree.types import Marginals
 
 # What has no row in the codebooks conditions nothing.
 NO_ROW = -1
@@ -96,15 +96,6 @@ def conditioned(
     """
     mass = torch.logsumexp(alone.log_probs, dim=-1)[:, None, None]
     log_probs = torch.log_softmax((scores[:, None] + added).float(), dim=-1) + mass
-    ranked = torch.sort(log_probs.clamp(max=0.0), dim=-1, descending=True, stable=True)
     # A depth whose every candidate is banned has no normaliser, and no nodes.
-    found, ranks = ranked.values.nan_to_num(nan=-torch.inf), ranked.indices
-    order = ranks[0, 0]
-    first_ids = alone.token_ids[0, order]
-    # Depth 1 has one row, which is the order of its candidates from now on.
-    behind = torch.cat([found[1:2, order], found[2:]]), torch.cat([ranks[1:2, order], ranks[2:]])
-    return Marginals(
-        torch.cat([found[0, :1], alone.log_probs[1:]]),
-        torch.cat([first_ids[None], alone.token_ids[1:]]),
-        Transitions(*behind),
-    )
+    behind = log_probs.clamp(max=0.0).masked_fill(log_probs.isnan(), -torch.inf)
+    return Marginals.first_order(alone.log_probs, alone.token_ids, behind)

@@ -19,7 +19,7 @@ from jaxtyping import Float32, Float64, Int64
 from numpy import ndarray
 from torch import Tensor
 
-from ddtree.types import Marginals, Transitions
+from ddtree.types import Marginals
 
 # Before anything was seen: this weight, as if so many choices had shown it.
 _PRIOR, _PRIOR_CHOICES = 0.3, 4.0
@@ -169,17 +169,8 @@ class _Table:
 
     def marginals(self) -> Marginals:
         """Sorted, as builders want it."""
-        ranks = np.argsort(-self.behind, axis=2, kind="stable")
-        log_probs = np.take_along_axis(self.behind, ranks, axis=2)
-        order = ranks[0, 0]
-        self.alone[0], self.token_ids[0] = log_probs[0, 0], self.token_ids[0, order]
-        # Depth 1 has one row, which is the order of its columns from now on.
-        ranks[1:2], log_probs[1:2] = ranks[1:2, order], log_probs[1:2, order]
-        return Marginals(
-            torch.from_numpy(self.alone),
-            torch.from_numpy(self.token_ids),
-            Transitions(torch.from_numpy(log_probs[1:]), torch.from_numpy(ranks[1:])),
-        )
+        alone, token_ids, behind = map(torch.from_numpy, (self.alone, self.token_ids, self.behind))
+        return Marginals.first_order(alone, token_ids, behind)
 
 
 def _host(values: Tensor, dtype: type) -> ndarray:

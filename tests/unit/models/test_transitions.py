@@ -99,6 +99,14 @@ def test_a_depth_whose_candidates_are_all_banned_stays_banned() -> None:
     assert (found.transitions.log_probs == -torch.inf).all()
 
 
+def test_a_banned_candidate_stays_banned_beside_others() -> None:
+    said = torch.tensor([[0.0, -torch.inf], [-0.5, -torch.inf]])
+    found = conditioned(Marginals(said, torch.tensor([[1, 2], [3, 4]])), said, torch.ones(2, 2, 2))
+    assert found.transitions is not None
+    assert found.transitions.log_probs[0, 0, 1] == found.log_probs[0, 1] == -torch.inf
+    assert ddtree.build_tree(found, 0, 9).token_ids.tolist() == [0, 1, 3]
+
+
 def test_depth_one_is_put_in_order_behind_the_root_and_depth_two_follows() -> None:
     said = torch.tensor([[0.6, 0.4], [0.5, 0.5]]).log()
     added = torch.zeros(2, 2, 2)
