@@ -21,26 +21,11 @@ from ddtree.attention.backends import GROUPED
 from ddtree.models.fused import fuse_layers
 from ddtree.models.packed import pack_linears
 from ddtree.models.target import Target
+from tests.support import models
+from tests.support.models import VOCAB_SIZE, WINDOW
 
-VOCAB_SIZE = 61
 NUM_LAYERS = 2
-HIDDEN_SIZE = 32
-WINDOW = 9
-
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN_SIZE,
-    "intermediate_size": 48,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    # Large weights spread the logits, so that no test lives on a near tie.
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = {**models.SIZES, "num_hidden_layers": NUM_LAYERS}
 LAYERS_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

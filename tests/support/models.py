@@ -28,7 +28,7 @@ NUM_LAYERS = 4
 HIDDEN_SIZE = 32
 WINDOW = 9
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 48,
@@ -45,20 +45,20 @@ _SIZES = {
 _MIXED = ["full_attention", "sliding_attention"] * (NUM_LAYERS // 2)
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "llama-biased": lambda: LlamaForCausalLM(
-        LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True)
+        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
     ),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=None)),
-    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=WINDOW)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen2-mixed": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED)
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED)
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=12)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12)),
     "qwen3-tied": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**_SIZES, head_dim=12, tie_word_embeddings=True)
+        Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True)
     ),
 }
 
