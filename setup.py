@@ -11,7 +11,14 @@ C11 = ["/std:c11"] if sys.platform == "win32" else ["-std=c11", "-O3"]
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
 TREES = ["_native.c", "ancestor_mask.c", "build_tree.c", "calibration.c", "gumbel.c"]
-KERNELS = ["_kernels.c", "attention.c", "elementwise.c", "linear.c"]
+KERNELS = [
+    "_kernels.c",
+    "attention.c",
+    "elementwise.c",
+    "linear.c",
+    "paged_attention.c",
+    "paged_tile.c",
+]
 
 
 def extension(name: str, sources: list[str], options: list[str]) -> Extension:

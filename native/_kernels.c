@@ -9,10 +9,12 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "paged_attention.h"
 
 typedef unsigned long long address;
 
 static const float *floats(address at) { return (const float *)(size_t)at; }
+static const int32_t *int32s(address at) { return (const int32_t *)(size_t)at; }
 
 static PyObject *supported(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;
@@ -55,6 +57,33 @@ static PyObject *attention(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *paged_attention(PyObject *self, PyObject *args) {
+    (void)self;
+    address query, keys, values, key_cache, value_cache, out, starts, rows, lens, tables, words;
+    ddtree_paged_attention_args a;
+    int num_threads;
+    if (!PyArg_ParseTuple(args, "((Knn)(Knn)(Knn)(Knn)(Knn)(Knn))(KKK)(Kn)(Kn)(nnnnn)fi", &query,
+                          &a.query_row, &a.query_head, &keys, &a.key_row, &a.key_head, &values,
+                          &a.value_row, &a.value_head, &key_cache, &a.key_cache_block,
+                          &a.key_cache_head, &value_cache, &a.value_cache_block,
+                          &a.value_cache_head, &out, &a.out_row, &a.out_head, &starts, &rows,
+                          &lens, &tables, &a.table_request, &words, &a.num_words, &a.num_requests,
+                          &a.num_heads, &a.num_kv_heads, &a.width, &a.block_size, &a.scale,
+                          &num_threads))
+        return NULL;
+    a.query = floats(query), a.keys = floats(keys), a.values = floats(values);
+    a.key_cache = floats(key_cache), a.value_cache = floats(value_cache);
+    a.out = (float *)(size_t)out;
+    a.row_starts = int32s(starts), a.num_rows = int32s(rows), a.context_lens = int32s(lens);
+    a.block_tables = int32s(tables), a.ancestor_words = (const int64_t *)(size_t)words;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = ddtree_paged_attention(&a, num_threads);
+    Py_END_ALLOW_THREADS
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *rms_norm(PyObject *self, PyObject *args) {
     (void)self;
     address x, weight, y;
@@ -86,6 +115,11 @@ static PyMethodDef methods[] = {
      "query, keys, values as (address, request, head, row), mask as (address or 0, request, row), "
      "out; requests, rows, keys, open; heads, key-value heads, width; scale, threads. Strides in "
      "floats."},
+    {"paged_attention", paged_attention, METH_VARARGS,
+     "query, keys, values as (address, row, head), key and value cache as (address, block, head) "
+     "and out as (address, row, head) in one tuple; row starts, rows, context lengths; block tables "
+     "and ancestor words as (address, row); requests, heads, key-value heads, width, block size; scale, threads. "
+     "Strides in elements."},
     {"rms_norm", rms_norm, METH_VARARGS, "x, weight, y as addresses; M, D, eps."},
     {"swiglu", swiglu, METH_VARARGS, "gate, up, y as addresses; elements, threads."},
     {NULL, NULL, 0, NULL},

@@ -3,8 +3,9 @@
     PYTHONPATH=src python3 benchmarks/gpu --out DIR --minutes 9
 
 Correctness first, in float32 with tiny random models: methods token for token, attention backends
-against the CPU, the batched tree builder against the reference, noise by seed. Then times, in
-bfloat16 with random weights in the shapes of Qwen3-4B, 8B and 30B-A3B. Needs no network.
+against the CPU, the batched tree builder against the reference, noise by seed, attention over a
+paged cache. Then times, in bfloat16 with random weights in the shapes of Qwen3-4B, 8B and 30B-A3B.
+Needs no network.
 
 Every section runs in a process of its own and has a share of the time: an exception is written
 down with its traceback, a crash or a section that overruns costs the others nothing, and gpu.json
@@ -28,7 +29,7 @@ if not __package__:  # run as a folder, which then stands in for benchmarks/ on 
     sys.path[0] = str(Path(__file__).parents[1])
 
 from ddtree.journal import write_whole
-from gpu import checks, shapes, timing, trees
+from gpu import checks, paged, shapes, timing, trees
 from gpu.found import Found, markdown
 from gpu.models import SHAPES
 from gpu.processes import Job, run_apart, run_here, start_method
@@ -61,6 +62,8 @@ SECTIONS: dict[str, Section] = {
     "builder": Section(trees.check, 3),
     "noise": Section(checks.noise, 1),
     "trees": Section(trees.measure, 3),
+    "paged": Section(paged.check, 2),
+    "paged-times": Section(paged.measure, 6),
     **{
         name: Section(partial(shapes.measure, name), share)
         for name, share in zip(SHAPES, (9, 9, 14), strict=True)

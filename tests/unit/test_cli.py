@@ -137,6 +137,17 @@ OPTIONS = {
         "--profile",
     ],
     "convert": ["SOURCE", "--to", "--out", "--target"],
+    "serve": [
+        "MODEL",
+        "--drafter",
+        "--method",
+        "--budget",
+        "--max-nodes",
+        "--max-batch-rows",
+        "--no-lookup",
+        "--no-transitions",
+        "--print-command",
+    ],
     "replay": ["FILE", "--builders", "--budgets", "--json"],
     "doctor": ["--target", "--drafter", "--json"],
     "bench": [

@@ -51,6 +51,7 @@ from ddtree.cli.sampling import (
     logit_bias,
     refuse_logprobs_without_json,
 )
+from ddtree.cli.serve import serve
 from ddtree.cli.train import train
 from ddtree.cli.tree import tree
 from ddtree.config import AUTO, DecodeConfig
@@ -74,6 +75,7 @@ app.add_typer(train, name="train")
 app.command()(replay)
 app.command()(convert)
 app.command()(tree)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
 def main() -> NoReturn:

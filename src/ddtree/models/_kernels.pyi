@@ -1,4 +1,5 @@
-# The binding in native/_kernels.c; ddtree.models.kernels is its only user.
+# The binding in native/_kernels.c. Its users are ddtree.models.kernels and, of `paged_attention`,
+# ddtree.serving.paged_attention.
 
 def supported() -> bool: ...
 def linear(
@@ -12,6 +13,16 @@ def attention(
     out: int,
     requests_rows_keys_open: tuple[int, int, int, int],
     heads_kv_heads_width: tuple[int, int, int],
+    scale: float,
+    num_threads: int,
+    /,
+) -> None: ...
+def paged_attention(
+    query_keys_values_caches_out: tuple[tuple[int, ...], ...],
+    starts_rows_contexts: tuple[int, int, int],
+    block_tables: tuple[int, int],
+    ancestor_words: tuple[int, int],
+    requests_heads_kv_heads_width_block_size: tuple[int, int, int, int, int],
     scale: float,
     num_threads: int,
     /,

@@ -234,7 +234,8 @@ def speculators_json(
         "draft_vocab_size": config.draft_vocab_size or vocab_size,
         "target_hidden_size": config.hidden_size,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": sliding == {False},
+        # vLLM 0.32 makes all layers causal where this is false, those without a window too.
+        "sliding_window_non_causal": True not in sliding,
         "tie_word_embeddings": False,
         "speculators_config": {
             "algorithm": "dflash",
