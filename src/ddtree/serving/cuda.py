@@ -207,14 +207,7 @@ class TreeGPUWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Then look whether the target's attention is what our kernel computes."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        runner = self.model_runner
-        drafting = runner.drafter._draft_attn_layer_names
-        layers = {
-            name: layer
-            for name, layer in runner.compilation_config.static_forward_context.items()
-            if name not in drafting
-        }
-        check_layers(layers, device_type="cuda")
+        check_layers(self.model_runner.target_layers, device_type="cuda")
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile our kernels; after vLLM's own warming up, measure what a step costs."""

@@ -32,6 +32,10 @@ def _callee(module: str, name: str, parameters: str) -> Callee:
 
 _RUNNER, _BASE_PROPOSER = "v1.worker.gpu_model_runner", "v1.spec_decode.llm_base_proposer"
 _DFLASH, _CPU_ATTENTION = "v1.spec_decode.dflash", "v1.attention.backends.cpu_attn"
+_DRAFTER, _GPU_WORKER = "model_executor.models.qwen3_dflash", "v1.worker.gpu_worker"
+_FLASH_ATTENTION = "v1.attention.backends.flash_attn"
+_TRITON_ATTENTION = "v1.attention.backends.triton_attn"
+_FORWARD = "layer query key value kv_cache attn_metadata output output_scale output_block_scale"
 
 CALLEES = (
     _callee(_RUNNER, "GPUModelRunner._prepare_inputs", "scheduler_output num_scheduled_tokens"),
@@ -122,6 +126,12 @@ CALLEES = (
         "num_spec_tokens num_drafts num_draft_tokens num_accepted_tokens "
         "num_accepted_tokens_per_pos num_draft_tokens_per_pos",
     ),
+    _callee(_DRAFTER, "DFlashQwen3Model._normalize_context_k", "all_k"),
+    _callee(_GPU_WORKER, "Worker._make_model_runner", ""),
+    _callee(_GPU_WORKER, "Worker.load_model", "load_dummy_weights"),
+    _callee(_GPU_WORKER, "Worker.compile_or_warm_up_model", ""),
+    _callee(_FLASH_ATTENTION, "FlashAttentionImpl.forward", _FORWARD),
+    _callee(_TRITON_ATTENTION, "TritonAttentionImpl.forward", _FORWARD),
     _callee("v1.worker.cpu_worker", "CPUWorker.init_device", ""),
     _callee("v1.worker.cpu_model_runner", "CPUModelRunner.__init__", "vllm_config device"),
     _callee("v1.attention.backends.registry", "register_backend", "backend class_path is_mamba"),

@@ -166,7 +166,12 @@ class TreeModelRunner(GPUModelRunner):
         """The target's attention layers by name, without the drafter's."""
         layers = self.compilation_config.static_forward_context
         drafting = self.drafter._draft_attn_layer_names
-        return {name: layer for name, layer in layers.items() if name not in drafting}
+        # Others than attention layers, such as experts, may be there too.
+        return {
+            name: layer
+            for name, layer in layers.items()
+            if name not in drafting and hasattr(layer, "impl")
+        }
 
     @property
     def prompt_rows(self) -> int:

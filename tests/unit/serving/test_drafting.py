@@ -385,9 +385,11 @@ def test_no_tree_has_more_nodes_than_its_request_may_have() -> None:
     budgets = (1, 3, BUDGET, 7)
     said = [random_marginals(seed) for seed in range(4)]
     requests = [state(str(b), budget=b) for b in budgets]
-    share = RecordedShare([BUDGET] * 4)
-    trees = drafting_by(share).trees(said, requests, 0, 0)
+    trees = drafting_by(FixedShare(BUDGET)).trees(said, requests, 0, 0)
     assert [tree.num_nodes for tree in trees] == list(budgets)
+    # Nor is a node that it may not have held against those of others.
+    share = RecordedShare([BUDGET] * 4)
+    drafting_by(share).trees(said, requests, 0, 0)
     assert [len(gains) for gains in share.gains] == list(budgets)
     for tree, marginals, budget in zip(trees, said, budgets, strict=True):
         assert_same(tree, build_tree(marginals, 3, budget))
