@@ -76,10 +76,10 @@ def check_side_by_side(target: Target, prompt_ids: Sequence[int]) -> None:
     both = target.new_batch_cache(2, len(ids) + _STEPS)
     logits = target.prefill(ids, alone).logits
     for row, part in enumerate((ids, ids[: (len(ids) + 1) // 2])):
-        both.filling = row
+        both.begin_filling(row)
         target.run_batch(part[None], both)
         both.lengths[row] = len(part)
-    both.filling = None
+    both.end_filling()
     root = torch.zeros(1, dtype=torch.int64, device=target.device)
     for _ in range(_STEPS):
         token = logits.argmax(dim=-1)

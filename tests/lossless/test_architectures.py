@@ -191,10 +191,10 @@ def test_requests_side_by_side_say_what_each_says_alone(architecture: str) -> No
     alone = [list(said(architecture)), greedy_reference(tiny(architecture), PROMPT[:4], NUM_NEW)]
     cache = target.new_batch_cache(2, len(PROMPT) + NUM_NEW)
     for row, text in enumerate(texts):
-        cache.filling = row
+        cache.begin_filling(row)
         output = target.run_batch(torch.tensor([text]), cache, capture=LAYER_IDS)
         assert output.features.shape == (len(text), len(LAYER_IDS) * target.hidden_size)
-        cache.filling = None
+        cache.end_filling()
         cache.lengths[row] = len(text)
         text.append(int(output.logits.argmax()))
     for _ in range(NUM_NEW - 1):

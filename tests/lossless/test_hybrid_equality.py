@@ -115,13 +115,14 @@ def test_after_every_commit_the_states_are_plain_decodings(architecture: str, ki
 def test_a_row_that_is_filled_again_remembers_nothing(architecture: str) -> None:
     target = loaded(architecture)
     cache = target.new_batch_cache(2, 64)
+    assert not cache.can_share
     texts = [PROMPT[:3], list(PROMPT)]
 
     def fill(row: int) -> None:
-        cache.filling = row
+        cache.begin_filling(row)
         ids = torch.tensor([texts[row]])
         texts[row].append(int(target.run_batch(ids, cache).logits.argmax()))
-        cache.filling = None
+        cache.end_filling()
         cache.lengths[row] = ids.shape[1]
 
     def step() -> None:

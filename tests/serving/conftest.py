@@ -327,7 +327,7 @@ def embedded_server(engines: Engines, embedded: Embedded) -> Iterator[Server]:
     program = Path(sys.executable).with_name("ddtree")
     memory = ["--max-model-len", "512", "--kv-cache-memory-bytes", str(256 << 20)]
     running = Server(
-        [str(program), "serve", "smollm2-135m", *memory, "--enforce-eager"],
+        [str(program), "serve", "smollm2-135m", "--budget", "16", *memory, "--enforce-eager"],
         {**engines.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         engines.folder / "ddtree_serve.log",
     )

@@ -133,7 +133,7 @@ def test_a_cached_prefix_serves_trees_and_the_drafter(
 ) -> None:
     prefix = prompts(1, lengths=(150, 150), seed=5)[0]
     asked = [prefix + end for end in prompts(4, lengths=(1, 8), seed=6)]
-    params = {**GREEDY, "ignore_eos": True}
+    params = {**GREEDY, "ignore_eos": True, "max_tokens": 100}
     requests = [
         {"prompt": prompt, "params": params, "at": 12 * i} for i, prompt in enumerate(asked)
     ]
@@ -142,7 +142,7 @@ def test_a_cached_prefix_serves_trees_and_the_drafter(
     sequences = [("interleaved", p + o) for p, o in zip(asked, outputs, strict=True)]
     # The texts themselves come back as prompts: what trees left in the cache is then read.
     again = [
-        {"prompt": prompt + output[:30], "params": {**params, "max_tokens": 10}}
+        {"prompt": prompt + output[:90], "params": {**params, "max_tokens": 10}}
         for prompt, output in zip(asked, outputs, strict=True)
     ]
     job = {
@@ -156,9 +156,10 @@ def test_a_cached_prefix_serves_trees_and_the_drafter(
     }
     answer = engines.run("prefix", job)
     assert [said["token_ids"] for said in answer["batches"]["a"]] == outputs
-    assert [said["token_ids"] for said in answer["batches"]["again"]] == [o[30:] for o in outputs]
+    assert [said["token_ids"] for said in answer["batches"]["again"]] == [o[90:] for o in outputs]
     assert all(said["num_cached_tokens"] >= 96 for said in answer["batches"]["a"][1:])
-    assert all(said["num_cached_tokens"] >= 150 for said in answer["batches"]["again"])
+    # Beyond the prompts, which end before 160: keys and values that trees have written and moved.
+    assert all(said["num_cached_tokens"] >= 192 for said in answer["batches"]["again"])
     assert max(own_drafts.off(answer["rpc"]["drafts_seen"][0])) < ROUNDING
     assert answer["rpc"]["tree_record"][0]["accepted_off_place"] > 20
 

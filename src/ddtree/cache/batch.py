@@ -46,14 +46,22 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]
             self._stored = key_states.new_zeros(shape), value_states.new_zeros(shape)
         keys, values = self._stored
         if owner.filling is not None:
-            # Prefill of one row from position 0.
-            row, end = owner.filling, key_states.shape[2]
-            keys[row, :, :end] = key_states[0]
-            values[row, :, :end] = value_states[0]
-            return key_states, value_states
+            # Prefill of one row, behind what it shares with another one.
+            row, begin = owner.filling, owner.shared
+            end = begin + key_states.shape[2]
+            keys[row, :, begin:end] = key_states[0]
+            values[row, :, begin:end] = value_states[0]
+            if begin == 0:
+                return key_states, value_states
+            return keys[row : row + 1, :, :end], values[row : row + 1, :, :end]
         keys[owner.rows, :, owner.lengths] = key_states[:, :, 0]
         values[owner.rows, :, owner.lengths] = value_states[:, :, 0]
         return keys[:, :, : owner.span], values[:, :, : owner.span]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give a row the first entries of another one."""
+        for entries in self._stored or ():  # none where it reads another layer's
+            entries[target, :, :length] = entries[source, :, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -119,6 +127,8 @@ class BatchCache(Cache):  # type: ignore[misc]
         fresh = fresh_states or {}
         self.num_rows = num_rows
         self.filling: int | None = None
+        self.shared = 0
+        self.can_share = not fresh
         super().__init__(
             layers=[
                 StateLayer(_BatchStates(self, fresh[i])) if i in fresh else _BatchLayer(self)
@@ -129,6 +139,25 @@ class BatchCache(Cache):  # type: ignore[misc]
         self.rows: Int64[Tensor, " R"] = torch.arange(num_rows, device=device)
         self.lengths: Int64[Tensor, " R"] = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.span = 1
+
+    def begin_filling(self, row: int, *, like: int | None = None, shared: int = 0) -> None:
+        """The next tokens are a prompt, for this row alone.
+
+        Args:
+            row: to fill.
+            like: a row that is in use and begins with the same tokens; None: there is none.
+            shared: how many; they are taken over and not run again.
+        """
+        self.filling, self.shared = row, 0
+        if like is not None and shared > 0:
+            assert self.can_share, "a recurrent state has no beginning to share"
+            self.shared = shared
+            for layer in self.layers:
+                layer.copy(like, row, shared)
+
+    def end_filling(self) -> None:
+        """The next tokens are again one for each row."""
+        self.filling, self.shared = None, 0
 
     def begin_step(self) -> None:
         """Fix the columns that the longest row needs in this step, its new token included.

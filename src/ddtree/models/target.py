@@ -286,8 +286,8 @@ class Target:
         The features are those of all R M tokens, request by request.
 
         Args:
-            token_ids: the whole prompt of the one row that the cache is filling, or else the last
-                token of every row.
+            token_ids: the prompt of the one row that the cache is filling, from what it shares with
+                another row on, or else the last token of every row.
             cache: grows in place; the caller counts its lengths.
             capture: 0-based ids of the layers whose outputs are wanted, or `FINAL_HIDDEN`.
         """
@@ -298,10 +298,16 @@ class Target:
                 lambda window: additive(cache.visible(window), self.dtype).permute(2, 0, 1, 3)
             )
         else:
-            positions = torch.arange(token_ids.shape[1], device=self.device)[None]
-            mask = None
+            depths = torch.arange(token_ids.shape[1], device=self.device)
+            positions = (cache.shared + depths)[None]
+            mask = None if cache.shared == 0 else self._masks(partial(self._behind, cache, depths))
         options = {"attention_mask": mask, "logits_to_keep": 1}
         return self._forward(token_ids, positions, cache, options, capture)
+
+    def _behind(self, cache: BatchCache, depths: Int64[Tensor, " M"], window: int | None) -> Tensor:
+        """The mask of a prompt's rows behind those that it shares with another one."""
+        rows = depths[:, None] >= depths
+        return additive(visible(rows, depths, cache.shared, window), self.dtype)
 
     def _masks(self, of_window: Callable[[int | None], Tensor]) -> Any:
         """One mask, or one per layer type where they are mixed; recurrent layers need none."""

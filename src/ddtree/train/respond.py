@@ -1,9 +1,11 @@
 """Stage "respond": the target answers the prompts itself, so that a drafter learns what it says.
 
-R requests decode side by side; a finished one makes room for the next at once. What is said depends
-on the prompt, its temperature and its seed alone, not on its neighbours, so an interrupted run goes
-on where it stopped and ends with the same responses. The features that a drafter will be trained on
-pass by here anyway and can be kept, which saves a second pass of the target over all text.
+R requests decode side by side; a finished one makes room for the next at once, and what its prompt
+begins with is taken over from a neighbour that begins alike. What is said depends on the prompt,
+its temperature and its seed alone, and on its neighbours by rounding at most, so an interrupted run
+goes on where it stopped and ends with the same responses. The features that a drafter will be
+trained on pass by here anyway and can be kept, which saves a second pass of the target over all
+text.
 """
 
 from __future__ import annotations
@@ -201,16 +203,37 @@ class _Batch:
     @torch.inference_mode()
     def fill(self, row: int, request: _Request) -> Answer | None:
         """Prefill a request into a free row; its answer, if the first token ended it."""
-        self._cache.filling = row
-        ids = torch.tensor(request.token_ids, device=self._target.device)
+        like, shared = self._alike(request)
+        self._cache.begin_filling(row, like=like, shared=shared)
+        ids = torch.tensor(request.token_ids[shared:], device=self._target.device)
         output = self._target.run_batch(ids[None], self._cache, capture=self._capture)
-        self._cache.filling = None
+        self._cache.end_filling()
         self._cache.lengths[row] = request.num_prompt_tokens
         self._requests[row] = request
         if self._capture:
-            request.recording = _Recording([to_half(output.features).cpu()])
+            features = [to_half(output.features).cpu()]
+            if like is not None and (other := self._requests[like]) and other.recording:
+                features.insert(0, other.recording.features[0][:shared])
+            request.recording = _Recording([torch.cat(features)])
         ended = self._go_on([row], output.logits)
         return ended[0] if ended else None
+
+    def _alike(self, request: _Request) -> tuple[int | None, int]:
+        """A row whose prompt begins like this request's, and how many tokens they share.
+
+        Chat templates begin alike, and samples of one prompt are the same up to their end, whose
+        logits are needed.
+        """
+        if not self._cache.can_share:
+            return None, 0
+        ids = request.token_ids[:-1]
+        lengths = [
+            (_num_alike(ids, other.token_ids[: other.num_prompt_tokens]), row)
+            for row, other in enumerate(self._requests)
+            if other is not None
+        ]
+        shared, row = max(lengths, default=(0, 0))
+        return (row, shared) if shared > 0 else (None, 0)
 
     @torch.inference_mode()
     def step(self) -> list[Answer]:
@@ -276,6 +299,12 @@ class _Batch:
             finished=finished,
         )
         return Answer(response=response, sample=_sample(request))
+
+
+def _num_alike(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two texts have in common before they part."""
+    apart = (i for i, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
+    return next(apart, min(len(ids), len(others)))
 
 
 def _sample(request: _Request) -> Sample | None:

@@ -6,16 +6,18 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from ddtree.cache.batch import BatchCache
 from ddtree.errors import CheckpointError, OptionError, PromptError
 from ddtree.models.target import Target
 from ddtree.pair import Pair
 from ddtree.train.prompts import TrainingPrompt, read_prompts
-from ddtree.train.respond import RespondConfig, respond
+from ddtree.train.respond import RespondConfig, _Batch, respond
 from ddtree.train.responses import Response, read_responses
 from ddtree.train.run_respond import RespondJob, run_respond
 from ddtree.train.samples import SampleSet
@@ -64,6 +66,42 @@ def test_a_sampled_answer_does_not_depend_on_its_neighbours() -> None:
     assert runs[0] == runs[1] == runs[2]
     assert len(runs[0]) == 3 * len(PROMPTS)
     assert len({runs[0][i] for i in range(3)}) == 3, "samples of one prompt differ"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral-window", "qwen2-mixed"])
+def test_what_a_prompt_shares_with_a_neighbour_changes_nothing(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same answers and features, and far fewer prompt tokens run."""
+    filled = []
+
+    def run_batch(self: Target, token_ids: torch.Tensor, cache: BatchCache, **options: Any) -> Any:
+        if cache.filling is not None:
+            filled.append(token_ids.shape[1])
+        return plain_run(self, token_ids, cache, **options)
+
+    plain_run = Target.run_batch
+    monkeypatch.setattr(Target, "run_batch", run_batch)
+    config = RespondConfig(max_new_tokens=12, num_rows=5, samples_per_prompt=3)
+    runs, counts = [], []
+    for shares in (True, False):
+        filled.clear()
+        with monkeypatch.context() as patch:
+            if not shares:
+                patch.setattr(_Batch, "_alike", lambda self, request: (None, 0))
+            found = list(respond(target(architecture), PROMPTS, config, capture=[0, 1]))
+        runs.append({answer.response.index: answer for answer in found})
+        counts.append(sum(filled))
+    assert runs[0].keys() == runs[1].keys()
+    for index, answer in runs[0].items():
+        other = runs[1][index]
+        assert answer.response.response_ids == other.response.response_ids
+        if answer.sample is not None and other.sample is not None:
+            assert torch.allclose(
+                answer.sample.features.float(), other.sample.features.float(), atol=1e-2
+            )
+            assert torch.equal(answer.sample.token_ids, other.sample.token_ids)
+    assert counts[0] < counts[1] / 2
 
 
 def test_the_share_that_is_sampled_is_about_the_share_asked_for() -> None:
