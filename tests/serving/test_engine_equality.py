@@ -66,6 +66,8 @@ CONFIGURATIONS: dict[str, Json] = {
     "compiled": {"enforce_eager": False},
     "chunked prefill": {"max_num_batched_tokens": 48, "max_num_seqs": 8},
     "preemption": {"num_gpu_blocks_override": 17, "max_model_len": 160},
+    "blocks of 64": {"block_size": 64},
+    "blocks of 128": {"block_size": 128},
     "small budget": {"options": {"budget": 5}},
     "most rows of a step": {"options": {"max_batch_rows": 40}},
     "automatic budget": {"options": {"budget": "auto"}},
@@ -175,6 +177,32 @@ def test_tensor_parallel_workers_agree(engines: Engines, texts: Texts) -> None:
     assert first["accepted_off_place"] > 50
 
 
+def test_texts_that_reach_the_longest_length_end_as_stock_vllms_do(engines: Engines) -> None:
+    asked = prompts(8, lengths=(80, 127), seed=12)
+    params = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
+    requests = [{"prompt": prompt, "params": params, "at": i} for i, prompt in enumerate(asked)]
+    batches = {"a": requests}
+    stock = engines.run(
+        "longest_stock", {"llm": engines.plain(max_model_len=128), "batches": batches}
+    )
+    outputs = [said["token_ids"] for said in stock["batches"]["a"]]
+    assert all(len(p) + len(o) == 128 for p, o in zip(asked, outputs, strict=True))
+    whole = [("perfect", p + o) for p, o in zip(asked, outputs, strict=True)]
+    job = {
+        "llm": engines.trees(max_model_len=128),
+        "env": {"DDTREE_TEST_ORACLE": str(write_oracle(engines.folder / "longest.oracle", whole))},
+        "batches": batches,
+        "rpc": ["tree_record", "tree_store_size"],
+    }
+    answer = engines.run("longest", job)
+    for said, expected in zip(answer["batches"]["a"], stock["batches"]["a"], strict=True):
+        assert said["token_ids"] == expected["token_ids"]
+        assert said["finish_reason"] == expected["finish_reason"] == "length"
+    # vLLM drafts for none while one request is as near to the end as a whole draft is long.
+    assert answer["rpc"]["tree_record"][0]["accepted"] > 0
+    assert answer["rpc"]["tree_store_size"] == [0]
+
+
 # Sampled ------------------------------------------------------------------------------------------
 
 SAMPLING = (
@@ -229,6 +257,28 @@ def test_one_seed_gives_one_text_whatever_the_method(
     assert record["trees"] > 0
     if (method, drafts) == ("ddtree", "scripted"):
         assert record["accepted_off_place"] > 30
+
+
+def test_neither_preemption_nor_chunks_change_a_seeds_text(
+    engines: Engines, sampled: tuple[list[Json], list[list[int]], Json]
+) -> None:
+    requests, outputs, scripts = sampled
+    job = {
+        "llm": engines.trees(
+            num_gpu_blocks_override=13, max_model_len=128, max_num_batched_tokens=128
+        ),
+        "env": scripts,
+        "batches": {"a": requests},
+    }
+    answer = engines.run("sampled_preempted", job)
+    assert [said["token_ids"] for said in answer["batches"]["a"]] == outputs
+    assert answer["metrics"]["a"]["vllm:num_preemptions"] >= 1
+
+
+def test_requests_without_a_seed_differ(engines: Engines) -> None:
+    same = {"prompt": prompts(1)[0], "params": {"temperature": 1.0, "max_tokens": 20}}
+    answer = engines.run("unseeded", {"llm": engines.trees(), "batches": {"a": [same] * 6}})
+    assert len({tuple(said["token_ids"]) for said in answer["batches"]["a"]}) == 6
 
 
 def test_seeds_matter(sampled: tuple[list[Json], list[list[int]], Json]) -> None:

@@ -112,7 +112,6 @@ def test_ddtree_serve_answers_as_stock_vllm_does_and_its_drafter_helps(
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(ask, embedded.prompts)) == embedded.said
     metrics = embedded_server.metrics()
-    print({k: v for k, v in metrics.items() if "ddtree" in k and "bucket" not in k})
     assert metrics["ddtree:rounds_total"] > 5
-    # Measured: 1.3 accepted tokens a round; a drafter wired wrong has less than half.
-    assert metrics["ddtree:accepted_tokens_total"] > 0.7 * metrics["ddtree:rounds_total"]
+    # Measured: 52 accepted tokens in 24 rounds.
+    assert metrics["ddtree:accepted_tokens_total"] > 1.5 * metrics["ddtree:rounds_total"]

@@ -19,7 +19,7 @@ from ddtree.serving.requests import RequestState
 from ddtree.serving.shared_budget import SharedBudget
 from ddtree.tree.chain import build_chain
 from ddtree.tree.host import build_tree
-from ddtree.types import DraftTree, Marginals
+from ddtree.types import DraftTree, Marginals, Transitions
 
 
 class BatchDrafting:
@@ -70,9 +70,21 @@ class BatchDrafting:
         return trees
 
     def _tree(self, said: Marginals, request: RequestState) -> DraftTree:
+        said = _down_to(request.deepest, said)
         guessing = request.guessing if request.method == "ddtree" else None
         if guessing is not None:
             said = guessing.into(said, request.token_ids)
         request.drafted = said
         build = build_tree if request.method == "ddtree" else build_chain
         return build(self.share.calibrate(said), request.root_id, request.budget)
+
+
+def _down_to(deepest: int | None, said: Marginals) -> Marginals:
+    """Without the depths below the deepest; None leaves all."""
+    if deepest is None or deepest >= said.num_depths:
+        return said
+    behind = said.transitions
+    if behind is not None:
+        pairs = slice(0, deepest - 1)
+        behind = Transitions(behind.log_probs[pairs], behind.ranks[pairs])
+    return Marginals(said.log_probs[:deepest], said.token_ids[:deepest], behind)

@@ -46,8 +46,14 @@ class RequestState:
     @property
     def can_draft(self) -> bool:
         """Whether a draft could be of use: not for a text that ends with the next token."""
-        left = None if self.max_length is None else self.max_length - len(self.token_ids)
-        return self.method != "ar" and self.budget > 0 and (left is None or left > 1)
+        return self.method != "ar" and self.budget > 0 and self.deepest != 0
+
+    @property
+    def deepest(self) -> int | None:
+        """How deep a node may be to be delivered: the bonus token comes behind it; None: any."""
+        if self.max_length is None:
+            return None
+        return max(0, self.max_length - len(self.token_ids) - 1)
 
     def take(self, walk: Walk) -> None:
         """The step is over: learn from what the target said."""

@@ -212,7 +212,7 @@ class TreeModelRunner(GPUModelRunner):
                 max_batch_rows=options.max_batch_rows,
             )
         else:
-            share = FixedShare(options.budget, options.max_batch_rows)
+            share = FixedShare(options.max_nodes, options.max_batch_rows)  # each has its own
         self.drafter.drafting = BatchDrafting(
             share,
             vocab_size=self.input_batch.vocab_size,

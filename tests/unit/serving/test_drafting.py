@@ -22,14 +22,14 @@ from ddtree.sampling.coupling import Coupling, CouplingWeights
 from ddtree.sampling.lookup import Guessing, new_weights
 from ddtree.sampling.noise import Noise
 from ddtree.serving.draft_head import DraftHead
-from ddtree.serving.drafting import BatchDrafting
+from ddtree.serving.drafting import BatchDrafting, _down_to
 from ddtree.serving.requests import CouplingBook, RequestState
 from ddtree.serving.shared_budget import AutoShare, FixedShare
 from ddtree.serving.step_costs import StepCosts
 from ddtree.train.network import new_network
 from ddtree.tree.chain import build_chain
 from ddtree.tree.host import build_tree
-from ddtree.types import DraftTree, Marginals, Method, Walk
+from ddtree.types import DraftTree, Marginals, Method, Transitions, Walk
 from tests.support.models import VOCAB_SIZE, dflash_drafter, tiny_target
 
 THIRD = tuple(range(0, VOCAB_SIZE, 3))
@@ -481,3 +481,17 @@ def test_the_automatic_share_learns_from_what_is_kept_in_the_requests() -> None:
         share.observe_walks([(request.drafted, walk)], num_requests=1, num_tokens=1)
     assert sizes[0] > 0
     assert sizes[-1] == 0
+
+
+@pytest.mark.parametrize("room", [2, 3, 5])
+def test_no_node_is_deeper_than_what_can_be_delivered(room: int) -> None:
+    ranks = torch.arange(3).expand(4, 3, 3).contiguous()
+    even = torch.full((5, 3), -2.0)
+    behind = Transitions(even[1:, None].repeat(1, 3, 1), ranks)
+    said = Marginals(even, torch.arange(15).view(5, 3), behind)
+    cut = _down_to(room, said)
+    assert cut.num_depths == room
+    assert cut.transitions is not None
+    assert len(cut.transitions.ranks) == room - 1
+    assert build_tree(cut, 0, 400).depths.max() == room
+    assert _down_to(None, said) is said
