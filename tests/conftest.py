@@ -32,6 +32,7 @@ TENSOR_MODULES = [
     "ddtree.serving.kept",
     "ddtree.serving.paged_attention",
     "ddtree.serving.requests",
+    "ddtree.serving.row_paths",
     "ddtree.serving.shared_budget",
     "ddtree.serving.step",
     "ddtree.serving.step_costs",

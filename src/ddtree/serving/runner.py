@@ -293,6 +293,9 @@ class TreeModelRunner(GPUModelRunner):
         # A grammar's masks are made for the draft tokens one after another.
         if method == "ddtree" and params.structured_outputs is not None:
             method = "dflash"
+        # A budget of thoughts is kept by the engine, one row for each request.
+        if params.thinking_token_budget is not None:
+            method = "ar"
         budget = options.max_nodes if options.budget == "auto" else options.budget
         noise = Noise(seed_of(params.seed, request_id))
         prompt = request.prompt_token_ids
