@@ -1,6 +1,7 @@
 # make demo   from nothing to generated text: environment, install, embedded default, the main job
 # make test   the same environment: lint, types, all tests, the oldest transformers
 # make bench  the numbers of the README, again (an hour on two cores)
+# make bench-serving draft trees in vLLM beside vLLM's own ways (twenty minutes)
 # make test-serving  draft trees inside vLLM: tests/serving, in an environment of its own (.serving, 4 GB)
 # All rest on `make setup`, which makes .venv and does nothing when it is up to date; `make serving-env`
 # is the same for .serving.
@@ -16,7 +17,7 @@ PROMPT ?= Write a Python function that returns the n-th Fibonacci number, and ex
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint types tests oldest bench serving-env test-serving clean
+.PHONY: setup demo test lint types tests oldest bench serving-env test-serving bench-serving clean
 
 setup: .venv/.ready
 
@@ -87,6 +88,9 @@ bench: setup
 	$(BIN)/python benchmarks/draft_cost.py --out benchmarks/results
 	$(BIN)/python benchmarks/costs.py --out benchmarks/results
 	$(BIN)/python benchmarks/training.py --out benchmarks/results
+
+bench-serving: serving-env
+	$(SERVING) benchmarks/serving.py --out benchmarks/results
 
 clean:
 	rm -rf .venv .oldest .serving .mypy_cache .ruff_cache .pytest_cache

@@ -88,7 +88,11 @@ class TreeModelRunner(GPUModelRunner):
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self.tree_states.get(request_id)) is not None:
                 state.tree = state.drafted = None
-        return super()._update_states(scheduler_output)
+        corrections = super()._update_states(scheduler_output)
+        # Our noise needs none, and vLLM 0.32 would turn them back where a prompt is read in chunks,
+        # which those of a CPU cannot.
+        self.input_batch.generators.clear()
+        return corrections
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Positions of tree rows are their depths'; slots stay as the engine laid them out."""
