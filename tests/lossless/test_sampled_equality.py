@@ -40,9 +40,9 @@ def stepwise(architecture: str, config: DecodeConfig) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-# Every rule on one architecture, two rules on each of the others.
+# Every rule on one architecture, one on each of the others.
 CASES = [("llama", rule) for rule in RULES]
-CASES += [(name, rule) for name in ARCHITECTURES if name != "llama" for rule in RULES[:2]]
+CASES += [(name, rule) for name in ARCHITECTURES if name != "llama" for rule in RULES[1:2]]
 
 
 @pytest.mark.parametrize(("architecture", "rule"), CASES, ids=str)
