@@ -118,6 +118,9 @@ RULES = (
     _parallel("data_parallel_size", "--data-parallel-size"),
     _parallel("prefill_context_parallel_size", "--prefill-context-parallel-size"),
     _parallel("decode_context_parallel_size", "--decode-context-parallel-size"),
+    _without(
+        "model_config.enable_prompt_embeds", "--enable-prompt-embeds", "prompts of embeddings"
+    ),
     _without("parallel_config.enable_dbo", "--enable-dbo", "dual batch overlap"),
     _without("lora_config", "--enable-lora", "LoRA adapters"),
     _target("uses_mrope", "M-RoPE"),

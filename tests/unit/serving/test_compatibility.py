@@ -125,6 +125,7 @@ def engine() -> Namespace:
         ),
         lora_config=None,
         model_config=Namespace(
+            enable_prompt_embeds=False,
             uses_mrope=False,
             is_multimodal_model=False,
             is_hybrid=False,
@@ -200,6 +201,12 @@ REFUSED = [
     ("parallel_config.prefill_context_parallel_size", 2, OptionError, "--prefill-context-paralle"),
     ("parallel_config.enable_dbo", True, OptionError, "--enable-dbo: expected no dual batch"),
     ("lora_config", Namespace(), OptionError, "--enable-lora: expected no LoRA adapters"),
+    (
+        "model_config.enable_prompt_embeds",
+        True,
+        OptionError,
+        "--enable-prompt-embeds: expected no prompts of embeddings",
+    ),
     ("model_config.uses_mrope", True, UnsupportedModelError, "MODEL: expected a target without M-"),
     (
         "model_config.is_multimodal_model",
