@@ -102,7 +102,7 @@ class DecodeConfig:
                 remedy="Use ddtree for draft trees, dflash for the chain, ar for plain decoding.",
             )
         if self.budget != AUTO:
-            _check_int(
+            check_whole(
                 "budget",
                 self.budget,
                 low=0,
@@ -110,16 +110,16 @@ class DecodeConfig:
                 or_else=AUTO,
                 remedy="auto measures what pays; 0 does not speculate.",
             )
-        _check_int("max_new_tokens", self.max_new_tokens, low=1, remedy="Ask for a token or more.")
-        _check_int("seed", self.seed, low=0, high=MAX_SEED, remedy="Any such number will do.")
+        check_whole("max_new_tokens", self.max_new_tokens, low=1, remedy="Ask for a token or more.")
+        check_whole("seed", self.seed, low=0, high=MAX_SEED, remedy="Any such number will do.")
         if self.top_k is not None:
-            _check_int("top_k", self.top_k, low=1, remedy="Leave it out to keep all tokens.")
+            check_whole("top_k", self.top_k, low=1, remedy="Leave it out to keep all tokens.")
         _check_temperature(self.temperature)
         _check_filters(self.top_p, self.min_p, self.typical_p)
         _check_penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         _check_logit_bias(self.logit_bias)
         _check_bans(self.bad_words, self.bad_words_ids, self.suppress_tokens)
-        _check_int(
+        check_whole(
             "min_new_tokens",
             self.min_new_tokens,
             low=0,
@@ -127,7 +127,7 @@ class DecodeConfig:
             remedy="0 lets the text end at once; more than max_new_tokens can never come.",
         )
         if self.logprobs is not None:
-            _check_int(
+            check_whole(
                 "logprobs",
                 self.logprobs,
                 low=0,
@@ -146,7 +146,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_int(
+def check_whole(
     name: str,
     value: object,
     *,
@@ -155,6 +155,19 @@ def _check_int(
     high: int | None = None,
     or_else: str | None = None,
 ) -> None:
+    """Refuse what is no whole number in a range.
+
+    Args:
+        name: of the option.
+        value: what came; True and False are no numbers.
+        low: the least.
+        remedy: what to do instead.
+        high: the most, or None for no limit.
+        or_else: another value that is fine, for the message.
+
+    Raises:
+        OptionError: it is not.
+    """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if whole and value >= low and (high is None or value <= high):  # type: ignore[operator]
         return

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
-from ddtree.config import AUTO, MAX_BUDGET
+from ddtree.config import AUTO, MAX_BUDGET, check_whole
 from ddtree.errors import OptionError, listed
 from ddtree.types import METHODS, Method
 
@@ -52,7 +52,7 @@ class ServingOptions:
 
     def __post_init__(self) -> None:
         _check_method("method", self.method)
-        _check_whole(
+        check_whole(
             "max_nodes",
             self.max_nodes,
             low=1,
@@ -60,7 +60,7 @@ class ServingOptions:
             remedy="16 is enough for a CPU, 64 for most GPUs.",
         )
         if self.budget != AUTO:
-            _check_whole(
+            check_whole(
                 "budget",
                 self.budget,
                 low=0,
@@ -69,7 +69,7 @@ class ServingOptions:
                 remedy="auto measures what pays, 0 does not speculate; raise max_nodes for more.",
             )
         if self.max_batch_rows is not None:
-            _check_whole(
+            check_whole(
                 "max_batch_rows",
                 self.max_batch_rows,
                 low=1,
@@ -178,7 +178,7 @@ def request_options(
     if method is not None:
         _check_method("ddtree_method", method)
     if budget is not None:
-        _check_whole(
+        check_whole(
             "ddtree_budget",
             budget,
             low=0,
@@ -201,23 +201,6 @@ def _check_method(name: str, value: object) -> None:
             got=repr(value),
             remedy="Use ddtree for draft trees, dflash for the chain, ar for plain decoding.",
         )
-
-
-def _check_whole(
-    name: str,
-    value: object,
-    *,
-    low: int,
-    remedy: str,
-    high: int | None = None,
-    or_else: str | None = None,
-) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and value >= low and (high is None or value <= high):  # type: ignore[operator]
-        return
-    limit = f">= {low}" if high is None else f"from {low} to {high}"
-    limit += "" if or_else is None else f", or {or_else}"
-    raise OptionError(name, expected=f"a whole number {limit}", got=repr(value), remedy=remedy)
 
 
 def _check_flag(name: str, value: object, remedy: str) -> None:
