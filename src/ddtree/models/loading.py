@@ -190,11 +190,13 @@ def _load_dflash(
         name=name,
         draft_token_ids=read.draft_token_ids,
         embedding=embedding,
-        head=None if own.head is None else _head(own.head.rows.to(target.device, target.dtype)),
+        head=None
+        if own.head is None
+        else head_of_rows(own.head.rows.to(target.device, target.dtype)),
     )
 
 
-def _head(rows: torch.Tensor) -> nn.Linear:
+def head_of_rows(rows: torch.Tensor) -> nn.Linear:
     """A head of these rows [Vd, D]."""
     head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(rows, requires_grad=False)

@@ -23,6 +23,7 @@ from ddtree.models.drafter_weights import (
     opened_tensors,
 )
 from ddtree.models.folder import resolve_folder
+from ddtree.models.loading import head_of_rows
 from ddtree.models.packed import pack_linears
 from ddtree.models.transitions import TransitionHead
 from ddtree.serving.draft_head import DraftHead
@@ -185,11 +186,7 @@ class TreeProposer(DFlashProposer):
             return compute
         if get_tensor_model_parallel_world_size() > 1:
             return lambda hidden: compute(hidden)[:, ids]
-        rows = self.model.lm_head.weight[ids]
-        head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-        head.weight = nn.Parameter(rows, requires_grad=False)
-        packs = rows.device.type == "cpu" and rows.dtype == torch.float32
-        return pack_linears(head) if packs else head
+        return pack_linears(head_of_rows(self.model.lm_head.weight[ids]))
 
 
 def _norm_each_layer(network: Any) -> None:
