@@ -16,7 +16,7 @@ from tests.serving.tiny import prompts
 openai = pytest.importorskip("openai")
 
 NUM_REQUESTS = 200
-NUM_CONNECTIONS = 100
+NUM_CONNECTIONS = 200
 LIMIT_S = 240.0
 
 # What the requests of the crowd ask for, besides being greedy or not.
