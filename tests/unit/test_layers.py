@@ -93,7 +93,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("journal",),
     ("bench", "bench.records"),
     ("comparison", "hf_generate"),
-    ("report",),
+    ("report", "train.precision"),
     (
         "doctor",
         "progress",

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -34,6 +32,7 @@ from ddtree.train.objective import (
 )
 from ddtree.train.packing import PackedBlocks, choose_anchors, pack, packed_mask, slot_positions
 from ddtree.train.peers import Peers
+from ddtree.train.precision import pick_precision, products_in
 from ddtree.train.samples import Sample
 from ddtree.train.schedule import BatchPlan, learning_rate, short_reach
 
@@ -133,12 +132,14 @@ class Fit:
     is_trained: bool = False
     peers: Peers = field(default_factory=Peers)
     step: int = 0
+    precision: torch.dtype = field(init=False)
     feature_scale: Tensor = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
         check_split(self.training, self.validating)
         config = self.config
+        self.precision = pick_precision(config.precision, self.device)
         self.feature_scale = feature_scale(self.samples, self.training).to(self.device)
         if self.is_trained:
             self.network.fc.weight.data /= self.feature_scale
@@ -190,7 +191,7 @@ class Fit:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.network.train()
-        with autocast(self.device):
+        with products_in(self.precision, self.device):
             result, _ = self._objective(batch, weights)
         self.optimizer.zero_grad(set_to_none=True)
         result.loss.backward()  # type: ignore[no-untyped-call]
@@ -227,7 +228,7 @@ class Fit:
         for begin in range(0, len(self.validating), size):
             samples = [self.samples[place] for place in self.validating[begin : begin + size]]
             batch = self._packed(samples, _VALIDATION_EPOCH, self.num_depths)
-            with autocast(self.device):
+            with products_in(self.precision, self.device):
                 result, hit = self._objective(batch, self.weights)
             losses.append(float(result.loss))
             hits += result.hits
@@ -343,9 +344,3 @@ def hidden_of_blocks(
         block_size=size,
     )
     return torch.unflatten(hidden, 1, (-1, size))[:, :, 1:]
-
-
-def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 matrix products on a GPU that has them; float32 elsewhere. Weights stay float32."""
-    able = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=able)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from ddtree.errors import OptionError
+from ddtree.train.precision import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class FitConfig:
         validation_share: share of the prompts that is only validated on.
         seed: of first weights, order and anchors.
         validate_every: steps between validations.
+        precision: of products, see `pick_precision`.
 
     Raises:
         OptionError: an option outside its range.
@@ -49,13 +51,13 @@ class FitConfig:
     validation_share: float = 0.02
     seed: int = 0
     validate_every: int = 100
+    precision: str = "auto"
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
             name, value = field_.name, getattr(self, field_.name)
             expected, is_right = _RANGES[name]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and is_right(value)) and not (name == "gamma" and value is None):
+            if not is_right(value) and not (name == "gamma" and value is None):
                 raise OptionError(
                     name,
                     expected=expected,
@@ -64,23 +66,31 @@ class FitConfig:
                 )
 
 
-_COUNT = ("a whole number >= 1", lambda x: isinstance(x, int) and x >= 1)
-_COUNT_OR_NONE = ("a whole number >= 0", lambda x: isinstance(x, int) and x >= 0)
-_POSITIVE = ("a number > 0", lambda x: 0 < x < math.inf)
-_SHARE = ("a number in [0, 1]", lambda x: 0 <= x <= 1)
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+_Check = Callable[[object], bool]
+
+
+def _number(is_right: Callable[[float], bool]) -> _Check:
+    return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and is_right(x)
+
+
+_COUNT = ("a whole number >= 1", _number(lambda x: isinstance(x, int) and x >= 1))
+_COUNT_OR_NONE = ("a whole number >= 0", _number(lambda x: isinstance(x, int) and x >= 0))
+_POSITIVE = ("a number > 0", _number(lambda x: 0 < x < math.inf))
+_SHARE = ("a number in [0, 1]", _number(lambda x: 0 <= x <= 1))
+_RANGES: dict[str, tuple[str, _Check]] = {
     "num_steps": _COUNT,
     "sequences_per_step": _COUNT,
     "anchors_per_sequence": _COUNT,
     "learning_rate": _POSITIVE,
-    "weight_decay": ("a number >= 0", lambda x: 0 <= x < math.inf),
+    "weight_decay": ("a number >= 0", _number(lambda x: 0 <= x < math.inf)),
     "warmup_steps": _COUNT_OR_NONE,
     "decay_share": _SHARE,
     "clip": _POSITIVE,
     "gamma": _POSITIVE,
     "soft_share": _SHARE,
     "short_share": _SHARE,
-    "validation_share": ("a number between 0 and 1", lambda x: 0 < x < 1),
+    "validation_share": ("a number between 0 and 1", _number(lambda x: 0 < x < 1)),
     "seed": _COUNT_OR_NONE,
     "validate_every": _COUNT,
+    "precision": (f"one of {', '.join(PRECISIONS)}", lambda x: x in PRECISIONS),
 }

@@ -207,6 +207,7 @@ def _begin(
         "first_weights_sha256": first_weights,
         **asdict(job.network),
         **asdict(job.config),
+        "precision": str(fit.precision),
     }
     return fit, facts, draft_token_ids
 

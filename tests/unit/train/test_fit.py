@@ -234,6 +234,8 @@ def test_nothing_to_train_on_or_to_hold_out_is_an_error() -> None:
         {"gamma": -1.0},
         {"seed": True},
         {"clip": "1"},
+        {"precision": "float16"},
+        {"precision": 16},
     ],
     ids=str,
 )

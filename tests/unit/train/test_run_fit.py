@@ -190,6 +190,19 @@ def test_other_options_are_refused_on_resume(job: FitJob) -> None:
         run_fit(changed, QUIET)
 
 
+def test_a_resume_on_a_machine_of_another_precision_is_refused(
+    job: FitJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddtree.train.precision.has_bfloat16_products", lambda device: True)
+    run_fit(job, QUIET)
+    monkeypatch.setattr("ddtree.train.precision.has_bfloat16_products", lambda device: False)
+    more = replace(job.config, num_steps=9)
+    with pytest.raises(CheckpointError, match="other values of precision"):
+        run_fit(replace(job, config=more), QUIET)
+    run_fit(replace(job, config=replace(more, precision="bfloat16")), QUIET)
+    assert read_metrics(job.out)[-1]["step"] == 9
+
+
 def test_more_steps_go_on_from_the_end(job: FitJob) -> None:
     run_fit(job, QUIET)
     run_fit(replace(job, config=replace(job.config, num_steps=9)), QUIET)

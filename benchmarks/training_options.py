@@ -1,0 +1,388 @@
+"""What each option of training gives: the plain recipe, and the same with one thing changed.
+
+    python benchmarks/training_options.py --samples work/samples [--only plain "soft labels" ...]
+        [--num-steps 400] [--out benchmarks/results/training_options]
+
+Every arm trains a drafter of the embedded default from random weights on the same samples in the
+same order, on one thread, and is measured at the same anchors of the same held-out responses: the
+tokens a chain would commit per round, and how often depths 1 to 3 are right. The ratio to the plain
+recipe has an interval over held-out responses, drawn anew in pairs. Cost is processor time, so
+other work beside it does little harm. Arms that are in OUT.json already are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from ddtree.journal import write_whole
+from ddtree.models.drafter_network import DFlashNetwork
+from ddtree.models.target import Target
+from ddtree.provenance import origin
+from ddtree.train.fit import Fit, FrozenHead
+from ddtree.train.fit_config import FitConfig
+from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
+from ddtree.train.objective import Objective, in_draft_vocabulary, objective
+from ddtree.train.packing import PackedBlocks
+from ddtree.train.precision import products_in
+from ddtree.train.samples import Sample, SampleSet
+from ddtree.train.schedule import held_out
+from ddtree.train.target_source import TargetSource
+
+TAPS = (1, 8, 14, 20, 27)
+VOCABULARY = 8192
+VALIDATION_SHARE = 0.1
+RESAMPLES = 2000
+EVALUATION_EPOCH = -1  # anchors that no training step draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """The plain recipe with some options changed.
+
+    Args:
+        name: in tables and on the command line.
+        network: options of `NetworkConfig`.
+        fit: options of `FitConfig`.
+        steps: times the usual number of steps.
+        batch: times the usual number of responses in a step, and so many fewer steps.
+        first_layers: target layers whose weights the drafter's begin with; none: random.
+        reach_floor: labels weigh what the drafter gives to all labels before them, each probability
+            raised to at least this much of the way to 1; None: the fixed decay.
+        muon: matrices of the layers follow Muon, the rest AdamW.
+    """
+
+    name: str
+    network: Mapping[str, Any] = field(default_factory=dict)
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    steps: float = 1.0
+    batch: int = 1
+    first_layers: tuple[int, ...] = ()
+    reach_floor: float | None = None
+    muon: bool = False
+
+
+ARMS = [
+    Arm(name="plain"),
+    Arm(name="another seed", fit={"seed": 1}),
+    Arm(name="target's last three layers first", first_layers=(27, 28, 29)),
+    Arm(name="soft labels, half", fit={"soft_share": 0.5}),
+    Arm(name="weights follow acceptance", reach_floor=0.0),
+    Arm(name="weights follow acceptance, half way", reach_floor=0.5),
+    Arm(name="transition head of rank 64", network={"transition_rank": 64}),
+    Arm(name="Muon, batch of 512 blocks", batch=4, muon=True),
+    Arm(name="AdamW, batch of 512 blocks", batch=4),
+    Arm(name="2 layers", network={"num_layers": 2}),
+    Arm(name="5 layers", network={"num_layers": 5}),
+    Arm(name="1 tap (27)", network={"target_layer_ids": (27,)}),
+    Arm(name="3 taps (1, 14, 27)", network={"target_layer_ids": (1, 14, 27)}),
+    Arm(name="block of 16", network={"block_size": 16}),
+    Arm(name="block of 4", network={"block_size": 4}),
+    Arm(name="shortened blocks, 1.8 times the steps", fit={"short_share": 0.85}, steps=1.8),
+    Arm(name="whole vocabulary", network={"draft_vocab_size": None}),
+    Arm(name="float32 products", fit={"precision": "float32"}),
+    Arm(name="soft labels only", fit={"soft_share": 1.0}),
+    Arm(name="1 layer", network={"num_layers": 1}),
+]
+
+
+class Taps(Sequence[Sample]):
+    """The samples with some of their layers only."""
+
+    def __init__(self, samples: SampleSet, kept: Sequence[int]) -> None:
+        self._samples, self._kept = samples, kept
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, place: int) -> Sample:  # type: ignore[override]
+        sample = self._samples[place]
+        layers = torch.unflatten(sample.features, 1, (len(TAPS), -1))
+        return replace(sample, features=layers[:, self._kept].flatten(1))
+
+
+@dataclass
+class ArmFit(Fit):
+    """A training with what only this benchmark knows."""
+
+    arm: Arm = field(default_factory=lambda: ARMS[0])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arm.muon:
+            self.optimizer = Both(self.optimizer, self.network)  # type: ignore[assignment]
+
+    def _against_text(self, logits: Tensor, batch: PackedBlocks, weights: Tensor) -> Objective:
+        result = super()._against_text(logits, batch, weights)
+        if self.arm.reach_floor is None:
+            return result
+        index = self.head.draft_index
+        labels = in_draft_vocabulary(batch.labels[batch.valid], index)
+        each = reach(logits.detach(), labels, batch.valid, self.arm.reach_floor)
+        loss = objective(
+            logits,
+            labels,
+            in_draft_vocabulary(batch.top_ids[batch.valid], index),
+            batch.top_log_probs[batch.valid],
+            torch.arange(len(labels)),
+            each,
+            self.config.soft_share,
+        ).loss
+        return replace(result, loss=loss)
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any]:
+        """Accuracy by depth, and rounds and tokens of chains for each held-out response."""
+        self.network.eval()
+        hits, counts = torch.zeros(self.num_depths), torch.zeros(self.num_depths)
+        tokens, rounds = [], []
+        for place in self.validating:
+            batch = self._packed([self.samples[place]], EVALUATION_EPOCH, self.num_depths)
+            with products_in(self.precision, self.device):
+                result, hit = self._objective(batch, self.weights)
+            hits += result.hits
+            counts += result.counts
+            begun = hit[batch.valid[..., 0]]
+            tokens.append(len(begun) + int(begun.long().cumprod(1).sum()))
+            rounds.append(len(begun))
+        accuracy = (hits / counts.clamp(min=1)).tolist()
+        return {"accuracy": accuracy, "tokens": tokens, "rounds": rounds}
+
+
+class Both:
+    """Muon for the matrices of layers and `fc`, AdamW for the rest, at one learning rate."""
+
+    def __init__(self, adam: torch.optim.AdamW, network: DFlashNetwork) -> None:
+        followed = chain(network.layers.parameters(), network.fc.parameters())
+        matrices = [p for p in followed if p.ndim == 2]
+        mine = {id(p) for p in matrices}
+        for group in adam.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in mine]
+        muon = torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        self._all = (adam, muon)
+        self.param_groups = [*adam.param_groups, *muon.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As both do."""
+        for optimizer in self._all:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """As both do."""
+        for optimizer in self._all:
+            optimizer.step()
+
+
+def reach(logits: Tensor, labels: Tensor, valid: Tensor, floor: float) -> Tensor:
+    """For each label, the probability that a round gets as far, as the drafter sees it."""
+    probs = torch.softmax(logits, 1).gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
+    by_block = torch.ones(valid.shape)
+    by_block[valid] = floor + (1 - floor) * probs
+    before = torch.cat([torch.ones_like(by_block[..., :1]), by_block[..., :-1]], -1)
+    return before.cumprod(-1)[valid]
+
+
+def begin_with_target(network: DFlashNetwork, layer_ids: Sequence[int], folder: Path) -> None:
+    """Copy layers of the target; the context enters as the second one's input does there.
+
+    The target does not normalise queries and keys: their norms get the size that they have in it.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sizes = head_sizes(model)
+    for layer, layer_id in zip(network.layers, layer_ids, strict=True):
+        own = model.model.layers[layer_id].state_dict()
+        missing = layer.load_state_dict(own, strict=False).missing_keys
+        assert sorted(missing) == ["self_attn.k_norm.weight", "self_attn.q_norm.weight"]
+        for name in ("q", "k"):
+            norm = getattr(layer.self_attn, f"{name}_norm")
+            norm.weight.data.fill_(sizes[f"{layer_id}.{name}"])
+    hidden = network.config.hidden_size
+    network.fc.weight.data.zero_()
+    network.fc.weight.data[:, -hidden:] = torch.eye(hidden)
+    second = model.model.layers[layer_ids[1]]
+    network.hidden_norm.load_state_dict(second.input_layernorm.state_dict())
+    network.norm.load_state_dict(model.model.norm.state_dict())
+
+
+@torch.no_grad()
+def head_sizes(model: nn.Module) -> dict[str, float]:
+    """Mean root mean square of the queries and keys of each layer, on some tokens in a row."""
+    found: dict[str, float] = {}
+    width = model.config.hidden_size // model.config.num_attention_heads
+
+    def note(name: str, output: Tensor) -> None:
+        heads = output.unflatten(-1, (-1, width))
+        found[name] = float(heads.square().mean(-1).sqrt().mean())
+
+    for i, layer in enumerate(model.model.layers):
+        for kind in ("q", "k"):
+            projection = getattr(layer.self_attn, f"{kind}_proj")
+            name = f"{i}.{kind}"
+            projection.register_forward_hook(lambda _m, _i, out, name=name: note(name, out))
+    model(torch.arange(1000, 1200)[None])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=Path, required=True, help="of stage respond or features")
+    parser.add_argument("--only", nargs="+", metavar="ARM", help="names of arms; default: all")
+    parser.add_argument("--num-steps", type=int, default=400, help="of 128 blocks")
+    parser.add_argument("--out", type=Path, default=Path("training_options"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = options.only or [arm.name for arm in ARMS]
+    unknown = set(names) - {arm.name for arm in ARMS}
+    if unknown:
+        parser.error(f"no such arm: {', '.join(sorted(unknown))}")
+    source = TargetSource(name="smollm2-135m", dtype="float32")
+    samples = SampleSet(options.samples)
+    path = options.out.with_suffix(".json")
+    results = json.loads(path.read_text())["arms"] if path.exists() else {}
+    for arm in (arm for arm in ARMS if arm.name in names and arm.name not in results):
+        results[arm.name] = train(arm, source, samples, options.num_steps)
+        kept = {"card": origin(), "num_steps": options.num_steps, "arms": results}
+        write_whole(path, json.dumps(kept, indent=1) + "\n")
+        write_whole(options.out.with_suffix(".md"), page(results, origin(), samples))
+        print(row(arm.name, results), flush=True)
+
+
+def train(arm: Arm, source: TargetSource, samples: SampleSet, num_steps: int) -> dict[str, Any]:
+    """One arm from first to last step."""
+    target = source.load()
+    fit = begun(arm, target, source, samples, num_steps)
+    begin, blocks = time.process_time(), 0
+    while fit.step < fit.config.num_steps:
+        blocks += fit.run_step().num_blocks
+    seconds = time.process_time() - begin
+    size = sum(p.numel() for p in fit.network.parameters())
+    return {**fit.measure(), "seconds": seconds, "blocks": blocks, "parameters": size}
+
+
+def begun(
+    arm: Arm, target: Target, source: TargetSource, samples: SampleSet, num_steps: int
+) -> ArmFit:
+    """An arm's training at step 0."""
+    options = {"target_layer_ids": TAPS, "draft_vocab_size": VOCABULARY, **arm.network}
+    shape = NetworkConfig(**options)
+    config = FitConfig(
+        **{
+            "num_steps": round(num_steps * arm.steps / arm.batch),
+            "sequences_per_step": 4 * arm.batch,
+            "anchors_per_sequence": 32,
+            "warmup_steps": 32 // arm.batch,
+            "decay_share": 0.5,
+            "validation_share": VALIDATION_SHARE,
+            **arm.fit,
+        }
+    )
+    training, validating, lengths, said = [], [], [], []
+    for place, (_, prompt, response) in enumerate(sorted(samples.texts())):
+        if held_out(prompt, VALIDATION_SHARE):
+            validating.append(place)
+        else:
+            training.append(place)
+            lengths.append(len(prompt) + len(response))
+            said.extend(response)
+    draft_ids = most_frequent(said, shape.draft_vocab_size)
+    wanted = drafter_config_for(target, shape)
+    wanted = wanted if draft_ids is None else replace(wanted, draft_vocab_size=len(draft_ids))
+    network = new_network(wanted, seed=config.seed)
+    if arm.first_layers:
+        begin_with_target(network, arm.first_layers, source.fetch())
+    kept = [TAPS.index(tap) for tap in wanted.target_layer_ids]
+    return ArmFit(
+        network=network,
+        head=FrozenHead.of(target, draft_ids),
+        samples=Taps(samples, kept),
+        training=training,
+        validating=validating,
+        lengths=lengths,
+        config=config,
+        is_trained=bool(arm.first_layers),
+        arm=arm,
+    )
+
+
+def tau(result: Mapping[str, Any]) -> float:
+    return float(sum(result["tokens"]) / sum(result["rounds"]))
+
+
+def difference(result: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[float, float]:
+    """95% interval of tau's ratio to the plain recipe's, over held-out responses."""
+    ours, theirs = np.array(result["tokens"]), np.array(plain["tokens"])
+    drawn = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
+    low, high = np.percentile(ours[drawn].sum(1) / theirs[drawn].sum(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def row(name: str, results: Mapping[str, Any]) -> str:
+    found, plain = results[name], results.get("plain")
+    ratio = ""
+    if plain is not None and name != "plain":
+        low, high = difference(found, plain)
+        ratio = f"{tau(found) / tau(plain):.3f} [{low:.3f}, {high:.3f}]"
+    depths = " ".join(f"{share:.3f}".lstrip("0") for share in found["accuracy"][:3])
+    cost = f"{found['seconds'] / plain['seconds']:.2f}" if plain else ""
+    size = f"{found['parameters'] / 1e6:.1f}"
+    return f"| {name} | {tau(found):.3f} | {ratio} | {depths} | {cost} | {size} |"
+
+
+def page(results: Mapping[str, Any], facts: Mapping[str, Any], samples: SampleSet) -> str:
+    plain = results["plain"]
+    return "\n".join(lines(results, facts, samples, plain)) + "\n"
+
+
+def lines(
+    results: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    samples: SampleSet,
+    plain: Mapping[str, Any],
+) -> Iterator[str]:
+    yield "# Options of training, each alone"
+    yield ""
+    num_anchors, num_held_out = sum(plain["rounds"]), len(plain["rounds"])
+    yield (
+        f"From random weights, {plain['blocks']} blocks of 8 from {len(samples)} responses, a tenth"
+        " of whose prompts are held out. tau is tokens per round of a chain from"
+        f" {num_anchors} anchors of {num_held_out} held-out responses; its ratio to the plain"
+        " recipe has a 95% interval over those responses, and `another seed` shows what chance"
+        " does. Behind a transition head, depths 2 and 3 are asked behind the true token. Cost is"
+        f" processor time of the whole training, {plain['seconds']:.0f} s for the plain recipe."
+    )
+    yield ""
+    yield "| arm | tau | / plain | depths 1 to 3 | cost / plain | million parameters |"
+    yield "|---|---|---|---|---|---|"
+    yield from (row(arm.name, results) for arm in ARMS if arm.name in results)
+    yield ""
+    yield "What each arm changes:"
+    yield ""
+    for arm in ARMS:
+        if arm.name in results:
+            yield f"- {arm.name}: {changes(arm)}"
+    yield ""
+    yield "## Card"
+    yield ""
+    yield from (f"- {key}: {value}" for key, value in facts.items())
+
+
+def changes(arm: Arm) -> str:
+    """The options of an arm that are not the plain recipe's."""
+    usual = asdict(Arm(name=arm.name))
+    changed = {k: v for k, v in asdict(arm).items() if v != usual[k]}
+    return ", ".join(f"`{key} = {value}`" for key, value in changed.items()) or "nothing"
+
+
+if __name__ == "__main__":
+    main()
