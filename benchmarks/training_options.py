@@ -80,6 +80,7 @@ ARMS = [
     Arm(name="soft labels, half", fit={"soft_share": 0.5}),
     Arm(name="weights follow acceptance", reach_floor=0.0),
     Arm(name="weights follow acceptance, half way", reach_floor=0.5),
+    Arm(name="gamma of 2", fit={"gamma": 2.0}),
     Arm(name="transition head of rank 64", network={"transition_rank": 64}),
     Arm(name="Muon, batch of 512 blocks", batch=4, muon=True),
     Arm(name="AdamW, batch of 512 blocks", batch=4),

@@ -25,12 +25,13 @@ static PyObject *linear(PyObject *self, PyObject *args) {
     (void)self;
     address x, packed, bias, y;
     Py_ssize_t M, N, K;
-    int num_threads;
-    if (!PyArg_ParseTuple(args, "KKKKnnni", &x, &packed, &bias, &y, &M, &N, &K, &num_threads))
+    int num_threads, lanes;
+    if (!PyArg_ParseTuple(args, "KKKKnnnii", &x, &packed, &bias, &y, &M, &N, &K, &num_threads,
+                          &lanes))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     ddtree_linear(floats(x), floats(packed), floats(bias), (float *)(size_t)y, M, N, K,
-                  num_threads);
+                  num_threads, lanes);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -110,7 +111,7 @@ static PyObject *swiglu(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"supported", supported, METH_NOARGS, "Whether this processor can run the others."},
-    {"linear", linear, METH_VARARGS, "x, packed, bias or 0, y as addresses; M, N, K, threads."},
+    {"linear", linear, METH_VARARGS, "x, packed, bias or 0, y as addresses; M, N, K, threads, lanes."},
     {"attention", attention, METH_VARARGS,
      "query, keys, values as (address, request, head, row), mask as (address or 0, request, row), "
      "out; requests, rows, keys, open; heads, key-value heads, width; scale, threads. Strides in "

@@ -7,8 +7,10 @@
 #include <string.h>
 
 #define PANEL DDTREE_PANEL
-#define MAX_ROWS 6 /* 12 accumulators, 2 weights, 1 input: 15 of 16 vector registers */
-#define AHEAD 32   /* lines: how far a single row, which only streams, looks ahead */
+#define MOST_ROWS 9 /* of any kernel below */
+#define AHEAD 32    /* lines: how far a single row, which only streams, looks ahead */
+#define CACHED 262144 /* bytes of inputs */
+#define FEWEST (7 * MOST_ROWS)
 /* Below so many multiply-adds waking the threads costs more than they save. */
 #define SMALL 65536
 
@@ -54,18 +56,64 @@ ROWS(4)
 ROWS(5)
 ROWS(6)
 
+/* The same with a panel's line in one register: every output is the same chain, so the same bits. */
+#define WIDE_ROWS(R)                                                                               \
+    __attribute__((target("avx512f"))) static void wide_rows_##R(                                  \
+        const float *x, ptrdiff_t K, const float *panel, const float *bias, const float *next,     \
+        int shift, float *y, ptrdiff_t ldy) {                                                      \
+        __m512 sum[R];                                                                             \
+        _Pragma("GCC unroll 9") for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();         \
+        for (ptrdiff_t k = 0; k < K; k++) {                                                        \
+            const __m512 w = _mm512_load_ps(panel + k * PANEL);                                    \
+            _mm_prefetch((const char *)(next + (k >> shift) * PANEL), _MM_HINT_T1);                \
+            _Pragma("GCC unroll 9") for (int r = 0; r < R; r++) sum[r] =                          \
+                _mm512_fmadd_ps(_mm512_set1_ps(x[r * K + k]), w, sum[r]);                          \
+        }                                                                                          \
+        _Pragma("GCC unroll 9") for (int r = 0; r < R; r++) {                                     \
+            if (bias != NULL) sum[r] = _mm512_add_ps(sum[r], _mm512_loadu_ps(bias));               \
+            _mm512_storeu_ps(y + r * ldy, sum[r]);                                                 \
+        }                                                                                          \
+    }
+
+WIDE_ROWS(1)
+WIDE_ROWS(2)
+WIDE_ROWS(3)
+WIDE_ROWS(4)
+WIDE_ROWS(5)
+WIDE_ROWS(6)
+WIDE_ROWS(7)
+WIDE_ROWS(8)
+WIDE_ROWS(9)
+
 typedef void (*rows_kernel)(const float *, ptrdiff_t, const float *, const float *, const float *,
                             int, float *, ptrdiff_t);
-static const rows_kernel KERNELS[MAX_ROWS + 1] = {NULL,   rows_1, rows_2, rows_3,
-                                                  rows_4, rows_5, rows_6};
+
+/* Kernels by rows, 1 to `most`. */
+typedef struct {
+    ptrdiff_t most;
+    rows_kernel of[MOST_ROWS + 1];
+} kernel_set;
+
+/* 12 accumulators, 2 weights, 1 input: 15 of 16 registers. */
+static const kernel_set NARROW = {6, {NULL, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6}};
+/* 9 accumulators hide a multiply-add's latency; more rows read their inputs from too many places.
+ * 17 rows, the root and a usual tree, are two blocks. */
+static const kernel_set WIDE = {9,
+                                {NULL, wide_rows_1, wide_rows_2, wide_rows_3, wide_rows_4,
+                                 wide_rows_5, wide_rows_6, wide_rows_7, wide_rows_8, wide_rows_9}};
+
+static const kernel_set *kernels_for(int lanes) {
+    return lanes >= 16 && __builtin_cpu_supports("avx512f") ? &WIDE : &NARROW;
+}
 
 /* All rows for the columns of one panel, in blocks of about equal height. */
-static void one_panel(const float *x, ptrdiff_t M, ptrdiff_t K, const float *panel,
-                      const float *bias, float *y, ptrdiff_t N, ptrdiff_t width) {
-    const ptrdiff_t num_blocks = (M + MAX_ROWS - 1) / MAX_ROWS;
+static void one_panel(const kernel_set *kernels, const float *x, ptrdiff_t M, ptrdiff_t K,
+                      const float *panel, const float *bias, float *y, ptrdiff_t N,
+                      ptrdiff_t width) {
+    const ptrdiff_t num_blocks = (M + kernels->most - 1) / kernels->most;
     int shift = 0;
     while ((2 << shift) <= num_blocks) shift++;
-    float whole[MAX_ROWS * PANEL];
+    float whole[MOST_ROWS * PANEL];
     ptrdiff_t m = 0;
     for (ptrdiff_t block = 0; block < num_blocks; block++) {
         const ptrdiff_t left = num_blocks - block, rows = (M - m + left - 1) / left;
@@ -73,9 +121,9 @@ static void one_panel(const float *x, ptrdiff_t M, ptrdiff_t K, const float *pan
         const ptrdiff_t share = (block & ((1 << shift) - 1)) * (K >> shift);
         const float *next = panel + PANEL * (M == 1 ? AHEAD : K + share);
         if (width == PANEL) {
-            KERNELS[rows](x + m * K, K, panel, bias, next, shift, y + m * N, N);
+            kernels->of[rows](x + m * K, K, panel, bias, next, shift, y + m * N, N);
         } else {
-            KERNELS[rows](x + m * K, K, panel, bias, next, shift, whole, PANEL);
+            kernels->of[rows](x + m * K, K, panel, bias, next, shift, whole, PANEL);
             for (ptrdiff_t r = 0; r < rows; r++)
                 memcpy(y + (m + r) * N, whole + r * PANEL, (size_t)width * sizeof(float));
         }
@@ -83,18 +131,29 @@ static void one_panel(const float *x, ptrdiff_t M, ptrdiff_t K, const float *pan
     }
 }
 
+/* Rows that all panels serve before the next ones: their inputs stay in the second-level cache,
+ * and they are enough for reading all weights again to cost little. */
+static ptrdiff_t chunk_of(ptrdiff_t K) {
+    const ptrdiff_t fitting = CACHED / (K * (ptrdiff_t)sizeof(float)) / MOST_ROWS * MOST_ROWS;
+    return fitting > FEWEST ? fitting : FEWEST;
+}
+
 void ddtree_linear(const float *x, const float *packed, const float *bias, float *y, ptrdiff_t M,
-                   ptrdiff_t N, ptrdiff_t K, int num_threads) {
-    const ptrdiff_t num_panels = (N + PANEL - 1) / PANEL;
+                   ptrdiff_t N, ptrdiff_t K, int num_threads, int lanes) {
+    const kernel_set *kernels = kernels_for(lanes);
+    const ptrdiff_t num_panels = (N + PANEL - 1) / PANEL, chunk = chunk_of(K);
 #pragma omp parallel num_threads(num_threads) if (M * N * K > SMALL)
     {
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const ptrdiff_t first = num_panels * thread / threads;
         const ptrdiff_t end = num_panels * (thread + 1) / threads;
-        for (ptrdiff_t j = first; j < end; j++) {
-            const ptrdiff_t column = j * PANEL, width = N - column < PANEL ? N - column : PANEL;
-            one_panel(x, M, K, packed + column * K, bias == NULL ? NULL : bias + column,
-                      y + column, N, width);
+        for (ptrdiff_t m = 0; m < M; m += chunk) {
+            const ptrdiff_t rows = M - m < chunk ? M - m : chunk;
+            for (ptrdiff_t j = first; j < end; j++) {
+                const ptrdiff_t column = j * PANEL, width = N - column < PANEL ? N - column : PANEL;
+                one_panel(kernels, x + m * K, rows, K, packed + column * K,
+                          bias == NULL ? NULL : bias + column, y + m * N + column, N, width);
+            }
         }
     }
 }
@@ -104,8 +163,9 @@ void ddtree_linear(const float *x, const float *packed, const float *bias, float
 int ddtree_linear_supported(void) { return 0; }
 
 void ddtree_linear(const float *x, const float *packed, const float *bias, float *y, ptrdiff_t M,
-                   ptrdiff_t N, ptrdiff_t K, int num_threads) {
+                   ptrdiff_t N, ptrdiff_t K, int num_threads, int lanes) {
     (void)x, (void)packed, (void)bias, (void)y, (void)M, (void)N, (void)K, (void)num_threads;
+    (void)lanes;
 }
 
 #endif

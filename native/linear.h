@@ -12,8 +12,9 @@
 int ddtree_linear_supported(void);
 
 /* x [M][K], packed weight of W [N][K], bias padded to whole panels or NULL, y [M][N].
- * Every y[m][n] is one chain of fused multiply-adds over k = 0 .. K-1, then the bias. */
+ * Every y[m][n] is one chain of fused multiply-adds over k = 0 .. K-1, then the bias,
+ * whatever the width of vectors: `lanes` floats, 8 or 16, are the most that are used. */
 void ddtree_linear(const float *x, const float *packed, const float *bias, float *y, ptrdiff_t M,
-                   ptrdiff_t N, ptrdiff_t K, int num_threads);
+                   ptrdiff_t N, ptrdiff_t K, int num_threads, int lanes);
 
 #endif

@@ -3,7 +3,16 @@
 
 def supported() -> bool: ...
 def linear(
-    x: int, packed: int, bias: int, y: int, m: int, n: int, k: int, num_threads: int, /
+    x: int,
+    packed: int,
+    bias: int,
+    y: int,
+    m: int,
+    n: int,
+    k: int,
+    num_threads: int,
+    lanes: int,
+    /,
 ) -> None: ...
 def attention(
     query: tuple[int, ...],

@@ -34,6 +34,8 @@ def linear(
     panels: Float[Tensor, "panels width 16"],
     bias: Float[Tensor, " padded"] | None,
     out_features: int,
+    *,
+    lanes: int = 16,
 ) -> Float[Tensor, "*rows out"]:
     """x W^T + b.
 
@@ -42,6 +44,8 @@ def linear(
         panels: the weight, [outputs / 16, in, 16], padded with zeros.
         bias: padded to whole panels, or None.
         out_features: outputs without the padding.
+        lanes: floats of a vector at most, 8 or 16, where the processor has such; no bit depends on
+            it.
     """
     x = x.contiguous()
     in_features = panels.shape[1]
@@ -55,6 +59,7 @@ def linear(
         out_features,
         in_features,
         torch.get_num_threads(),
+        lanes,
     )
     return out
 

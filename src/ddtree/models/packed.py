@@ -2,9 +2,9 @@
 
 A plain `torch.nn.Linear` has its weight laid out anew by every call of a few rows. Two layouts do
 without: our own kernel (native/linear.c), which reads each weight from memory once while it
-computes all rows, and oneDNN's. The first is used where it was built and the processor has AVX2 but
-not AVX-512, for which it is not made. It has a second virtue: a row's result is the same bit for
-bit whatever rows are beside it, so verifying a tree rounds these layers as plain decoding does.
+computes all rows, and oneDNN's. The first is used where it was built and the processor has AVX2; it
+uses AVX-512 where there is. It has a second virtue: a row's result is the same bit for bit whatever
+rows are beside it, so verifying a tree rounds these layers as plain decoding does.
 """
 
 from __future__ import annotations
@@ -97,11 +97,7 @@ class OnednnLinear(PackedLinear):
 @functools.cache
 def best_layout() -> type[PackedLinear] | None:
     """The layout for this machine; None where none of them works."""
-    if (
-        kernels.AVAILABLE
-        and torch.backends.cpu.get_cpu_capability() != "AVX512"
-        and _works(PanelLinear)
-    ):
+    if kernels.AVAILABLE and _works(PanelLinear):
         return PanelLinear
     return OnednnLinear if _works(OnednnLinear) else None
 
