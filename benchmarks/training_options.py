@@ -33,8 +33,6 @@ from ddtree.provenance import origin
 from ddtree.train.fit import Fit, FrozenHead
 from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
-from ddtree.train.objective import Objective, in_draft_vocabulary, objective
-from ddtree.train.packing import PackedBlocks
 from ddtree.train.precision import products_in
 from ddtree.train.samples import Sample, SampleSet
 from ddtree.train.schedule import held_out
@@ -58,8 +56,6 @@ class Arm:
         steps: times the usual number of steps.
         batch: times the usual number of responses in a step, and so many fewer steps.
         first_layers: target layers whose weights the drafter's begin with; none: random.
-        reach_floor: labels weigh what the drafter gives to all labels before them, each probability
-            raised to at least this much of the way to 1; None: the fixed decay.
         muon: matrices of the layers follow Muon, the rest AdamW.
     """
 
@@ -69,7 +65,6 @@ class Arm:
     steps: float = 1.0
     batch: int = 1
     first_layers: tuple[int, ...] = ()
-    reach_floor: float | None = None
     muon: bool = False
 
 
@@ -78,8 +73,8 @@ ARMS = [
     Arm(name="another seed", fit={"seed": 1}),
     Arm(name="target's last three layers first", first_layers=(27, 28, 29)),
     Arm(name="soft labels, half", fit={"soft_share": 0.5}),
-    Arm(name="weights follow acceptance", reach_floor=0.0),
-    Arm(name="weights follow acceptance, half way", reach_floor=0.5),
+    Arm(name="weights follow acceptance", fit={"reach_share": 1.0}),
+    Arm(name="weights follow acceptance, half way", fit={"reach_share": 0.5}),
     Arm(name="gamma of 2", fit={"gamma": 2.0}),
     Arm(name="transition head of rank 64", network={"transition_rank": 64}),
     Arm(name="Muon, batch of 512 blocks", batch=4, muon=True),
@@ -124,24 +119,6 @@ class ArmFit(Fit):
         if self.arm.muon:
             self.optimizer = Both(self.optimizer, self.network)  # type: ignore[assignment]
 
-    def _against_text(self, logits: Tensor, batch: PackedBlocks, weights: Tensor) -> Objective:
-        result = super()._against_text(logits, batch, weights)
-        if self.arm.reach_floor is None:
-            return result
-        index = self.head.draft_index
-        labels = in_draft_vocabulary(batch.labels[batch.valid], index)
-        each = reach(logits.detach(), labels, batch.valid, self.arm.reach_floor)
-        loss = objective(
-            logits,
-            labels,
-            in_draft_vocabulary(batch.top_ids[batch.valid], index),
-            batch.top_log_probs[batch.valid],
-            torch.arange(len(labels)),
-            each,
-            self.config.soft_share,
-        ).loss
-        return replace(result, loss=loss)
-
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
         """Accuracy by depth, and rounds and tokens of chains for each held-out response."""
@@ -151,7 +128,7 @@ class ArmFit(Fit):
         for place in self.validating:
             batch = self._packed([self.samples[place]], EVALUATION_EPOCH, self.num_depths)
             with products_in(self.precision, self.device):
-                result, hit = self._objective(batch, self.weights)
+                result, hit = self._objective(batch, self.weights, 0.0)
             hits += result.hits
             counts += result.counts
             begun = hit[batch.valid[..., 0]]
@@ -183,15 +160,6 @@ class Both:
         """As both do."""
         for optimizer in self._all:
             optimizer.step()
-
-
-def reach(logits: Tensor, labels: Tensor, valid: Tensor, floor: float) -> Tensor:
-    """For each label, the probability that a round gets as far, as the drafter sees it."""
-    probs = torch.softmax(logits, 1).gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
-    by_block = torch.ones(valid.shape)
-    by_block[valid] = floor + (1 - floor) * probs
-    before = torch.cat([torch.ones_like(by_block[..., :1]), by_block[..., :-1]], -1)
-    return before.cumprod(-1)[valid]
 
 
 def begin_with_target(network: DFlashNetwork, layer_ids: Sequence[int], folder: Path) -> None:

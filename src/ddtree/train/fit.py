@@ -28,6 +28,7 @@ from ddtree.train.objective import (
     depth_weights,
     in_draft_vocabulary,
     objective,
+    reach_weights,
     usual_gamma,
 )
 from ddtree.train.packing import PackedBlocks, choose_anchors, pack, packed_mask, slot_positions
@@ -179,7 +180,6 @@ class Fit:
         samples = [self.samples[self.training[place]] for place in mine]
         short = self.step < config.short_share * config.num_steps
         reach = short_reach(self.weights, self.step, config.seed) if short else self.num_depths
-        weights = torch.ones_like(self.weights) if short else self.weights
         batch = self._packed(samples, epoch, reach)
         rate = learning_rate(
             self.step,
@@ -192,7 +192,7 @@ class Fit:
             group["lr"] = rate
         self.network.train()
         with products_in(self.precision, self.device):
-            result, _ = self._objective(batch, weights)
+            result, _ = self._objective(batch, self._depth_weights(short), config.reach_share)
         self.optimizer.zero_grad(set_to_none=True)
         result.loss.backward()  # type: ignore[no-untyped-call]
         self.peers.average_gradients(self.network)
@@ -201,6 +201,17 @@ class Fit:
         done = self._summed(result, batch.num_blocks, rate)
         self.step += 1
         return done
+
+    def _depth_weights(self, short: bool) -> Float[Tensor, " L"]:
+        """Of each depth, whatever its labels weigh besides.
+
+        Shortened blocks have a depth as often as it would weigh. Where labels weigh by what they
+        reach, the fixed decay must not count a second time.
+        """
+        even = torch.ones_like(self.weights)
+        if self.config.reach_share == 0:
+            return even if short else self.weights
+        return even / self.weights if short else even
 
     def _summed(self, result: Objective, num_blocks: int, rate: float) -> StepResult:
         """What all processes did in this step."""
@@ -229,7 +240,7 @@ class Fit:
             samples = [self.samples[place] for place in self.validating[begin : begin + size]]
             batch = self._packed(samples, _VALIDATION_EPOCH, self.num_depths)
             with products_in(self.precision, self.device):
-                result, hit = self._objective(batch, self.weights)
+                result, hit = self._objective(batch, self.weights, 0.0)
             losses.append(float(result.loss))
             hits += result.hits
             counts += result.counts
@@ -249,7 +260,7 @@ class Fit:
         return pack(samples, anchors, num_depths).to(self.device)
 
     def _objective(
-        self, batch: PackedBlocks, weights: Float[Tensor, " L"]
+        self, batch: PackedBlocks, weights: Float[Tensor, " L"], reach_share: float
     ) -> tuple[Objective, Bool[Tensor, "S A L"]]:
         """Loss of a batch, and which of its labels were hit.
 
@@ -262,13 +273,13 @@ class Fit:
         logits = shaped_logits(
             functional.linear(hidden, self.head.weight, self.head.bias).float(), self.network.config
         )
-        result = self._against_text(logits, batch, weights)
+        result = self._against_text(logits, batch, weights, reach_share)
         selector = self.network.candidate_selector
         if selector is not None:
             in_front = torch.cat([batch.anchor_ids[..., None], batch.labels[..., :-1]], dim=-1)
             rows = in_draft_vocabulary(in_front[batch.valid], self.head.draft_index)
             logits = logits + selector.changes(rows, hidden).float()
-            behind = self._against_text(logits, batch, weights)
+            behind = self._against_text(logits, batch, weights, reach_share)
             result = replace(behind, loss=(result.loss + behind.loss) / 2)
         labels = in_draft_vocabulary(batch.labels[batch.valid], self.head.draft_index)
         hit = torch.zeros_like(batch.valid)
@@ -276,17 +287,28 @@ class Fit:
         return result, hit
 
     def _against_text(
-        self, logits: Float[Tensor, "M Vd"], batch: PackedBlocks, weights: Float[Tensor, " L"]
+        self,
+        logits: Float[Tensor, "M Vd"],
+        batch: PackedBlocks,
+        weights: Float[Tensor, " L"],
+        reach_share: float,
     ) -> Objective:
-        depths = torch.arange(batch.labels.shape[-1], device=self.device).expand(batch.labels.shape)
+        num_depths = batch.labels.shape[-1]
+        depths = torch.arange(num_depths, device=self.device).expand(batch.labels.shape)
+        depths = depths[batch.valid]
         index = self.head.draft_index
+        labels = in_draft_vocabulary(batch.labels[batch.valid], index)
+        weight = weights[depths]
+        if reach_share > 0:
+            weight = weight * reach_weights(logits, labels, batch.valid, reach_share)
         return objective(
             logits,
-            in_draft_vocabulary(batch.labels[batch.valid], index),
+            labels,
             in_draft_vocabulary(batch.top_ids[batch.valid], index),
             batch.top_log_probs[batch.valid],
-            depths[batch.valid],
-            weights,
+            depths,
+            self.num_depths,
+            weight,
             self.config.soft_share,
         )
 

@@ -24,6 +24,8 @@ class FitConfig:
         decay_share: last share of the steps in which the learning rate falls to a fiftieth.
         clip: most norm of the gradient.
         gamma: depth k weighs exp(-(k - 1) / gamma); None: 4, 5, 7 for blocks of 8, 10, 16.
+        reach_share: how far the weight of a label follows the drafter's own probability of getting
+            there, in place of the fixed decay; see `reach_weights`. 0: not at all.
         soft_share: share of the loss that asks for the target's distribution, not for the text.
         short_share: first share of the steps that train on shortened blocks: a step's blocks reach
             depth k with probability exp(-(k - 1) / gamma) and all depths weigh the same, which has
@@ -46,6 +48,7 @@ class FitConfig:
     decay_share: float = 0.4
     clip: float = 1.0
     gamma: float | None = None
+    reach_share: float = 0.0
     soft_share: float = 0.0
     short_share: float = 0.0
     validation_share: float = 0.02
@@ -87,6 +90,7 @@ _RANGES: dict[str, tuple[str, _Check]] = {
     "decay_share": _SHARE,
     "clip": _POSITIVE,
     "gamma": _POSITIVE,
+    "reach_share": _SHARE,
     "soft_share": _SHARE,
     "short_share": _SHARE,
     "validation_share": ("a number between 0 and 1", _number(lambda x: 0 < x < 1)),

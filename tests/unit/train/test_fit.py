@@ -77,7 +77,17 @@ def weights(network: DFlashNetwork) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
 
 
-@pytest.mark.parametrize("options", [{}, {"soft_share": 0.5}, {"short_share": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"soft_share": 0.5},
+        {"short_share": 0.6},
+        {"reach_share": 0.5},
+        {"reach_share": 1.0, "short_share": 0.6},
+    ],
+    ids=str,
+)
 def test_a_drafter_learns_to_count(options: dict[str, float]) -> None:
     # Its context is the target's features of these texts; 200 steps take seconds.
     target = tiny_target("llama")
@@ -213,6 +223,17 @@ def test_shortened_blocks_reach_each_depth_as_often_as_it_weighs() -> None:
         assert float((reached >= depth).float().mean()) == pytest.approx(float(weight), abs=0.03)
 
 
+def test_what_is_cut_off_and_what_is_not_reached_count_once() -> None:
+    samples = samples_of_counting(tiny_target("llama"), 8)
+    decay = depth_weights(3, usual_gamma(4))
+    plain = new_fit(samples)
+    follows = new_fit(samples, replace(CONFIG, reach_share=0.5))
+    assert plain._depth_weights(short=False).equal(decay)
+    assert plain._depth_weights(short=True).tolist() == [1.0] * 3
+    assert follows._depth_weights(short=False).tolist() == [1.0] * 3
+    assert (follows._depth_weights(short=True) * decay).tolist() == pytest.approx([1.0] * 3)
+
+
 def test_gamma_follows_the_block() -> None:
     assert [usual_gamma(size) for size in (8, 10, 16, 4)] == [4.0, 5.0, 7.0, 2.0]
 
@@ -230,6 +251,7 @@ def test_nothing_to_train_on_or_to_hold_out_is_an_error() -> None:
         {"num_steps": 1.5},
         {"learning_rate": 0.0},
         {"soft_share": 1.1},
+        {"reach_share": -0.1},
         {"validation_share": 0.0},
         {"gamma": -1.0},
         {"seed": True},

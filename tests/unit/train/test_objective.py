@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from ddtree.train.objective import Objective, depth_weights, in_draft_vocabulary, objective
+from ddtree.train.objective import (
+    Objective,
+    depth_weights,
+    in_draft_vocabulary,
+    objective,
+    reach_weights,
+)
 
 EVEN = torch.zeros((1, 4))
 
@@ -21,13 +27,15 @@ def loss_of(
     depths: list[int] | None = None,
     weights: list[float] | None = None,
 ) -> Objective:
+    by_depth, at = torch.tensor(weights or [1.0]), torch.tensor(depths or [0] * len(labels))
     return objective(
         logits,
         torch.tensor(labels),
         torch.tensor([[i for i, _ in row] for row in top]),
         torch.tensor([[math.log(p) for _, p in row] for row in top]),
-        torch.tensor(depths or [0] * len(labels)),
-        torch.tensor(weights or [1.0]),
+        at,
+        len(by_depth),
+        by_depth[at],
         soft_share,
     )
 
@@ -72,6 +80,28 @@ def test_weights_fall_by_e_every_gamma_depths() -> None:
     weights = depth_weights(5, 4.0)
     assert float(weights[0]) == 1.0
     assert float(weights[4]) == pytest.approx(math.exp(-1))
+
+
+def test_a_label_weighs_the_probability_that_all_before_it_are_accepted() -> None:
+    # Two blocks of three labels, the second one cut short behind its first.
+    probs = torch.tensor([[0.5, 0.5], [0.25, 0.75], [0.1, 0.9], [0.3, 0.7]])
+    labels, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([[True] * 3, [True, False, False]])
+    whole = reach_weights(torch.log(probs), labels, valid, 1.0)
+    assert whole.tolist() == pytest.approx([1.0, 0.5, 0.5 * 0.25, 1.0])
+    half = reach_weights(torch.log(probs), labels, valid, 0.5)
+    assert half.tolist() == pytest.approx([1.0, 0.75, 0.75 * 0.625, 1.0])
+    assert reach_weights(torch.log(probs), labels, valid, 0.0).tolist() == [1.0] * 4
+
+
+def test_behind_a_token_that_cannot_be_drafted_nothing_is_reached() -> None:
+    labels, valid = torch.tensor([-1, 0]), torch.ones((1, 2), dtype=torch.bool)
+    assert reach_weights(torch.zeros(2, 4), labels, valid, 1.0).tolist() == [1.0, 0.0]
+
+
+def test_the_way_to_a_label_is_not_trained_through_its_weight() -> None:
+    logits = torch.zeros(2, 4, requires_grad=True)
+    valid = torch.ones((1, 2), dtype=torch.bool)
+    assert not reach_weights(logits, torch.tensor([0, 0]), valid, 1.0).requires_grad
 
 
 def test_the_gradient_of_soft_labels_vanishes_where_drafter_and_target_agree() -> None:
