@@ -5,9 +5,10 @@
 
 Every arm trains a drafter of the embedded default from random weights on the same samples in the
 same order, on one thread, and is measured at the same anchors of the same held-out responses: the
-tokens a chain would commit per round, and how often depths 1 to 3 are right. The ratio to the plain
-recipe has an interval over held-out responses, drawn anew in pairs. Cost is processor time, so
-other work beside it does little harm. Arms that are in OUT.json already are not run again.
+tokens that a chain and a tree would commit per round, and how often depths 1 to 3 are right. Ratios
+to the plain recipe, which runs first, have an interval over held-out responses, drawn anew in
+pairs. Cost is processor time, so other work beside it does little harm. Arms that are in OUT.json
+already are not run again.
 """
 
 from __future__ import annotations
@@ -24,23 +25,31 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ddtree.journal import write_whole
 from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
+from ddtree.models.transitions import conditioned
 from ddtree.provenance import origin
-from ddtree.train.fit import Fit, FrozenHead
+from ddtree.train.fit import Fit, FrozenHead, hidden_of_blocks
 from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
+from ddtree.train.objective import in_draft_vocabulary
+from ddtree.train.packing import PackedBlocks
 from ddtree.train.precision import products_in
 from ddtree.train.samples import Sample, SampleSet
 from ddtree.train.schedule import held_out
 from ddtree.train.target_source import TargetSource
+from ddtree.tree.geometry import child_lookup
+from ddtree.tree.native import build_tree
+from ddtree.types import Marginals
 
 TAPS = (1, 8, 14, 20, 27)
 VOCABULARY = 8192
 VALIDATION_SHARE = 0.1
+BUDGET = 16
 RESAMPLES = 2000
 EVALUATION_EPOCH = -1  # anchors that no training step draws
 
@@ -76,6 +85,10 @@ ARMS = [
     Arm(name="weights follow acceptance", fit={"reach_share": 1.0}),
     Arm(name="weights follow acceptance, half way", fit={"reach_share": 0.5}),
     Arm(name="gamma of 2", fit={"gamma": 2.0}),
+    Arm(
+        name="soft labels and weights that follow, half each",
+        fit={"soft_share": 0.5, "reach_share": 0.5},
+    ),
     Arm(name="transition head of rank 64", network={"transition_rank": 64}),
     Arm(name="Muon, batch of 512 blocks", batch=4, muon=True),
     Arm(name="AdamW, batch of 512 blocks", batch=4),
@@ -121,21 +134,51 @@ class ArmFit(Fit):
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
-        """Accuracy by depth, and rounds and tokens of chains for each held-out response."""
+        """Accuracy by depth; rounds, and tokens of chains and trees, for each held-out response."""
         self.network.eval()
         hits, counts = torch.zeros(self.num_depths), torch.zeros(self.num_depths)
-        tokens, rounds = [], []
+        found: dict[str, list[int]] = {"rounds": [], "chain": [], "tree": []}
         for place in self.validating:
             batch = self._packed([self.samples[place]], EVALUATION_EPOCH, self.num_depths)
             with products_in(self.precision, self.device):
                 result, hit = self._objective(batch, self.weights, 0.0)
+                hidden = hidden_of_blocks(self.network, self.head, batch)[0]
             hits += result.hits
             counts += result.counts
-            begun = hit[batch.valid[..., 0]]
-            tokens.append(len(begun) + int(begun.long().cumprod(1).sum()))
-            rounds.append(len(begun))
-        accuracy = (hits / counts.clamp(min=1)).tolist()
-        return {"accuracy": accuracy, "tokens": tokens, "rounds": rounds}
+            begun = batch.valid[0, :, 0]
+            found["rounds"].append(int(begun.sum()))
+            chains = hit[0, begun].long().cumprod(1).sum()
+            found["chain"].append(int(begun.sum() + chains))
+            found["tree"].append(
+                sum(self._in_tree(batch, hidden, i) for i in begun.nonzero()[:, 0])
+            )
+        return {"accuracy": (hits / counts.clamp(min=1)).tolist(), **found}
+
+    def _in_tree(self, batch: PackedBlocks, hidden: Tensor, block: int) -> int:
+        """Tokens of a round of a tree of `BUDGET` nodes behind one anchor."""
+        root = batch.anchor_ids[0, block]
+        text = batch.labels[0, block][batch.valid[0, block]].tolist()
+        tree = build_tree(self._drafted(root, hidden[block].float()), int(root), BUDGET)
+        children, node, length = child_lookup(tree), 0, 1
+        for token in text:
+            if (node := children.get((node, token), -1)) < 0:
+                break
+            length += 1
+        return length
+
+    def _drafted(self, root: Tensor, hidden: Tensor) -> Marginals:
+        """What the decoder's drafter would make of these hidden states [L, D]."""
+        scores = functional.linear(hidden, self.head.weight, self.head.bias)
+        best = torch.topk(scores, BUDGET, dim=-1)
+        log_probs = best.values - torch.logsumexp(scores, dim=-1, keepdim=True)
+        index = self.head.draft_index
+        ids = best.indices if index is None else (index >= 0).nonzero()[:, 0][best.indices]
+        alone, selector = Marginals(log_probs, ids), self.network.candidate_selector
+        if selector is None:
+            return alone
+        first = in_draft_vocabulary(root, index).expand(1, BUDGET)
+        previous = torch.cat([first, best.indices[:-1]])
+        return conditioned(alone, best.values, selector.between(previous, best.indices, hidden))
 
 
 class Both:
@@ -284,28 +327,26 @@ def begun(
     )
 
 
-def tau(result: Mapping[str, Any]) -> float:
-    return float(sum(result["tokens"]) / sum(result["rounds"]))
+def tau(result: Mapping[str, Any], kind: str) -> float:
+    return float(sum(result[kind]) / sum(result["rounds"]))
 
 
-def difference(result: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[float, float]:
-    """95% interval of tau's ratio to the plain recipe's, over held-out responses."""
-    ours, theirs = np.array(result["tokens"]), np.array(plain["tokens"])
+def ratio(result: Mapping[str, Any], plain: Mapping[str, Any], kind: str) -> str:
+    """tau over the plain recipe's, with its 95% interval over held-out responses."""
+    ours, theirs = np.array(result[kind]), np.array(plain[kind])
     drawn = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
     low, high = np.percentile(ours[drawn].sum(1) / theirs[drawn].sum(1), [2.5, 97.5])
-    return float(low), float(high)
+    return f"{ours.sum() / theirs.sum():.3f} [{low:.3f}, {high:.3f}]"
 
 
 def row(name: str, results: Mapping[str, Any]) -> str:
-    found, plain = results[name], results.get("plain")
-    ratio = ""
-    if plain is not None and name != "plain":
-        low, high = difference(found, plain)
-        ratio = f"{tau(found) / tau(plain):.3f} [{low:.3f}, {high:.3f}]"
-    depths = " ".join(f"{share:.3f}".lstrip("0") for share in found["accuracy"][:3])
-    cost = f"{found['seconds'] / plain['seconds']:.2f}" if plain else ""
-    size = f"{found['parameters'] / 1e6:.1f}"
-    return f"| {name} | {tau(found):.3f} | {ratio} | {depths} | {cost} | {size} |"
+    found, plain = results[name], results["plain"]
+    cells = [name]
+    for kind in ("chain", "tree"):
+        cells += [f"{tau(found, kind):.3f}", "" if name == "plain" else ratio(found, plain, kind)]
+    cells.append(" ".join(f"{share:.3f}".lstrip("0") for share in found["accuracy"][:3]))
+    cells += [f"{found['seconds'] / plain['seconds']:.2f}", f"{found['parameters'] / 1e6:.1f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def page(results: Mapping[str, Any], facts: Mapping[str, Any], samples: SampleSet) -> str:
@@ -324,15 +365,19 @@ def lines(
     num_anchors, num_held_out = sum(plain["rounds"]), len(plain["rounds"])
     yield (
         f"From random weights, {plain['blocks']} blocks of 8 from {len(samples)} responses, a tenth"
-        " of whose prompts are held out. tau is tokens per round of a chain from"
-        f" {num_anchors} anchors of {num_held_out} held-out responses; its ratio to the plain"
-        " recipe has a 95% interval over those responses, and `another seed` shows what chance"
-        " does. Behind a transition head, depths 2 and 3 are asked behind the true token. Cost is"
-        f" processor time of the whole training, {plain['seconds']:.0f} s for the plain recipe."
+        " of whose prompts are held out. tau is tokens per round of a chain, and of a tree of"
+        f" {BUDGET} nodes, from {num_anchors} anchors of {num_held_out} held-out responses; ratios"
+        " to the plain recipe have a 95% interval over those responses, and `another seed` shows"
+        " what chance does. Behind a transition head, depths 2 and 3 are asked behind the true"
+        " token. Cost is processor time of the whole training,"
+        f" {plain['seconds']:.0f} s for the plain recipe."
     )
     yield ""
-    yield "| arm | tau | / plain | depths 1 to 3 | cost / plain | million parameters |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "| arm | chain | / plain | tree | / plain | depths 1 to 3 | cost / plain"
+        " | million parameters |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
     yield from (row(arm.name, results) for arm in ARMS if arm.name in results)
     yield ""
     yield "What each arm changes:"
