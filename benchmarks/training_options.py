@@ -296,6 +296,8 @@ def begun(
             "warmup_steps": 32 // arm.batch,
             "decay_share": 0.5,
             "validation_share": VALIDATION_SHARE,
+            "reach_share": 0.0,
+            "soft_share": 0.0,
             **arm.fit,
         }
     )

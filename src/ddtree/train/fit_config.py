@@ -23,13 +23,14 @@ class FitConfig:
         warmup_steps: linear rise at the start.
         decay_share: last share of the steps in which the learning rate falls to a fiftieth.
         clip: most norm of the gradient.
-        gamma: depth k weighs exp(-(k - 1) / gamma); None: 4, 5, 7 for blocks of 8, 10, 16.
+        gamma: where `reach_share` is 0, depth k weighs exp(-(k - 1) / gamma); None: 4, 5, 7 for
+            blocks of 8, 10, 16.
         reach_share: how far the weight of a label follows the drafter's own probability of getting
             there, in place of the fixed decay; see `reach_weights`. 0: not at all.
         soft_share: share of the loss that asks for the target's distribution, not for the text.
         short_share: first share of the steps that train on shortened blocks: a step's blocks reach
-            depth k with probability exp(-(k - 1) / gamma) and all depths weigh the same, which has
-            the same mean gradient as weighted whole blocks and costs half as much.
+            depth k with probability exp(-(k - 1) / gamma), which costs half as much as whole ones,
+            and what a depth weighs is divided by that probability.
         validation_share: share of the prompts that is only validated on.
         seed: of first weights, order and anchors.
         validate_every: steps between validations.
@@ -48,8 +49,8 @@ class FitConfig:
     decay_share: float = 0.4
     clip: float = 1.0
     gamma: float | None = None
-    reach_share: float = 0.0
-    soft_share: float = 0.0
+    reach_share: float = 1.0
+    soft_share: float = 0.5
     short_share: float = 0.0
     validation_share: float = 0.02
     seed: int = 0

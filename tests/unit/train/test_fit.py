@@ -43,6 +43,8 @@ CONFIG = FitConfig(
     learning_rate=3e-3,
     warmup_steps=2,
     validate_every=4,
+    reach_share=0.0,
+    soft_share=0.0,
     seed=1,
 )
 
