@@ -24,15 +24,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
 from ddtree.journal import write_whole
 from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.models.transitions import conditioned
 from ddtree.provenance import origin
+from ddtree.train.first_layers import begin_as_target
 from ddtree.train.fit import Fit, FrozenHead, hidden_of_blocks
 from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
@@ -64,7 +64,6 @@ class Arm:
         fit: options of `FitConfig`.
         steps: times the usual number of steps.
         batch: times the usual number of responses in a step, and so many fewer steps.
-        first_layers: target layers whose weights the drafter's begin with; none: random.
         muon: matrices of the layers follow Muon, the rest AdamW.
     """
 
@@ -73,14 +72,13 @@ class Arm:
     fit: Mapping[str, Any] = field(default_factory=dict)
     steps: float = 1.0
     batch: int = 1
-    first_layers: tuple[int, ...] = ()
     muon: bool = False
 
 
 ARMS = [
     Arm(name="plain"),
     Arm(name="another seed", fit={"seed": 1}),
-    Arm(name="target's last three layers first", first_layers=(27, 28, 29)),
+    Arm(name="target's last three layers first", network={"first_weights": "target"}),
     Arm(name="soft labels, half", fit={"soft_share": 0.5}),
     Arm(name="weights follow acceptance", fit={"reach_share": 1.0}),
     Arm(name="weights follow acceptance, half way", fit={"reach_share": 0.5}),
@@ -142,7 +140,8 @@ class ArmFit(Fit):
             batch = self._packed([self.samples[place]], EVALUATION_EPOCH, self.num_depths)
             with products_in(self.precision, self.device):
                 result, hit = self._objective(batch, self.weights, 0.0)
-                hidden = hidden_of_blocks(self.network, self.head, batch)[0]
+                scaled = replace(batch, features=batch.features * self.feature_scale)
+                hidden = hidden_of_blocks(self.network, self.head, scaled)[0]
             hits += result.hits
             counts += result.counts
             begun = batch.valid[0, :, 0]
@@ -205,47 +204,6 @@ class Both:
             optimizer.step()
 
 
-def begin_with_target(network: DFlashNetwork, layer_ids: Sequence[int], folder: Path) -> None:
-    """Copy layers of the target; the context enters as the second one's input does there.
-
-    The target does not normalise queries and keys: their norms get the size that they have in it.
-    """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sizes = head_sizes(model)
-    for layer, layer_id in zip(network.layers, layer_ids, strict=True):
-        own = model.model.layers[layer_id].state_dict()
-        missing = layer.load_state_dict(own, strict=False).missing_keys
-        assert sorted(missing) == ["self_attn.k_norm.weight", "self_attn.q_norm.weight"]
-        for name in ("q", "k"):
-            norm = getattr(layer.self_attn, f"{name}_norm")
-            norm.weight.data.fill_(sizes[f"{layer_id}.{name}"])
-    hidden = network.config.hidden_size
-    network.fc.weight.data.zero_()
-    network.fc.weight.data[:, -hidden:] = torch.eye(hidden)
-    second = model.model.layers[layer_ids[1]]
-    network.hidden_norm.load_state_dict(second.input_layernorm.state_dict())
-    network.norm.load_state_dict(model.model.norm.state_dict())
-
-
-@torch.no_grad()
-def head_sizes(model: nn.Module) -> dict[str, float]:
-    """Mean root mean square of the queries and keys of each layer, on some tokens in a row."""
-    found: dict[str, float] = {}
-    width = model.config.hidden_size // model.config.num_attention_heads
-
-    def note(name: str, output: Tensor) -> None:
-        heads = output.unflatten(-1, (-1, width))
-        found[name] = float(heads.square().mean(-1).sqrt().mean())
-
-    for i, layer in enumerate(model.model.layers):
-        for kind in ("q", "k"):
-            projection = getattr(layer.self_attn, f"{kind}_proj")
-            name = f"{i}.{kind}"
-            projection.register_forward_hook(lambda _m, _i, out, name=name: note(name, out))
-    model(torch.arange(1000, 1200)[None])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=Path, required=True, help="of stage respond or features")
@@ -272,8 +230,8 @@ def main() -> None:
 
 def train(arm: Arm, source: TargetSource, samples: SampleSet, num_steps: int) -> dict[str, Any]:
     """One arm from first to last step."""
-    target = source.load()
-    fit = begun(arm, target, source, samples, num_steps)
+    target = source.load(packed=False)
+    fit = begun(arm, target, samples, num_steps)
     begin, blocks = time.process_time(), 0
     while fit.step < fit.config.num_steps:
         blocks += fit.run_step().num_blocks
@@ -282,11 +240,14 @@ def train(arm: Arm, source: TargetSource, samples: SampleSet, num_steps: int) ->
     return {**fit.measure(), "seconds": seconds, "blocks": blocks, "parameters": size}
 
 
-def begun(
-    arm: Arm, target: Target, source: TargetSource, samples: SampleSet, num_steps: int
-) -> ArmFit:
+def begun(arm: Arm, target: Target, samples: SampleSet, num_steps: int) -> ArmFit:
     """An arm's training at step 0."""
-    options = {"target_layer_ids": TAPS, "draft_vocab_size": VOCABULARY, **arm.network}
+    options: dict[str, Any] = {
+        "target_layer_ids": TAPS,
+        "draft_vocab_size": VOCABULARY,
+        "first_weights": "random",
+        **arm.network,
+    }
     shape = NetworkConfig(**options)
     config = FitConfig(
         **{
@@ -313,8 +274,9 @@ def begun(
     wanted = drafter_config_for(target, shape)
     wanted = wanted if draft_ids is None else replace(wanted, draft_vocab_size=len(draft_ids))
     network = new_network(wanted, seed=config.seed)
-    if arm.first_layers:
-        begin_with_target(network, arm.first_layers, source.fetch())
+    as_target = shape.first_weights == "target"
+    if as_target:
+        begin_as_target(network, target, samples[0].token_ids.tolist())
     kept = [TAPS.index(tap) for tap in wanted.target_layer_ids]
     return ArmFit(
         network=network,
@@ -324,7 +286,7 @@ def begun(
         validating=validating,
         lengths=lengths,
         config=config,
-        is_trained=bool(arm.first_layers),
+        reads_features=as_target,
         arm=arm,
     )
 
@@ -345,7 +307,11 @@ def row(name: str, results: Mapping[str, Any]) -> str:
     found, plain = results[name], results["plain"]
     cells = [name]
     for kind in ("chain", "tree"):
-        cells += [f"{tau(found, kind):.3f}", "" if name == "plain" else ratio(found, plain, kind)]
+        if kind in found and kind in plain:
+            known = "" if name == "plain" else ratio(found, plain, kind)
+            cells += [f"{tau(found, kind):.3f}", known]
+        else:
+            cells += ["", ""]
     cells.append(" ".join(f"{share:.3f}".lstrip("0") for share in found["accuracy"][:3]))
     cells += [f"{found['seconds'] / plain['seconds']:.2f}", f"{found['parameters'] / 1e6:.1f}"]
     return f"| {' | '.join(cells)} |"

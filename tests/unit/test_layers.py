@@ -111,7 +111,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("viewer.tree_page", "viewer.tree_text"),
     ("train.network", "train.objective", "train.prompts", "train.samples", "train.schedule"),
     ("train.packing", "train.responses", "train.target_source"),
-    ("train.features", "train.fit", "train.respond"),
+    ("train.features", "train.first_layers", "train.fit", "train.respond"),
     ("train.accuracy", "train.checkpoint"),
     ("train.evaluate",),
     ("train.evaluation", "train.recipe"),

@@ -73,12 +73,22 @@ def fuse_layers(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_llamas_norm(layer: object) -> bool:
+    """Whether it is an RMSNorm as Llama's family has it."""
+    return type(layer) in _NORMS
+
+
+def is_llamas_mlp(layer: object) -> bool:
+    """Whether it is a gated feed-forward layer as Llama's family has it."""
+    return type(layer) in _MLPS and isinstance(layer.act_fn, nn.SiLU | SiLUActivation)  # type: ignore[attr-defined]
+
+
 def _twin(layer: nn.Module) -> nn.Module | None:
-    if type(layer) in _NORMS:
+    if is_llamas_norm(layer):
         weight, eps = layer.get_parameter("weight"), layer.variance_epsilon
         assert isinstance(eps, float)
         return FusedRMSNorm(weight, eps) if kernels.runs_here(weight) else None
-    if type(layer) in _MLPS and isinstance(layer.act_fn, nn.SiLU | SiLUActivation):
+    if is_llamas_mlp(layer):
         parts = [layer.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj")]
         return FusedMLP(*parts) if kernels.runs_here(*layer.parameters()) else None
     return None

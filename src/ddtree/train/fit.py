@@ -115,7 +115,7 @@ class Fit:
         validating: places that are held out.
         lengths: tokens of each training sample.
         config: see `FitConfig`.
-        is_trained: the network's weights come from a drafter and are not random.
+        reads_features: the network's first weights are made for features as the target gives them.
         peers: the processes that share each step.
 
     The network in training reads features divided by their size, since a target's layers differ by
@@ -130,7 +130,7 @@ class Fit:
     validating: Sequence[int]
     lengths: Sequence[int]
     config: FitConfig
-    is_trained: bool = False
+    reads_features: bool = False
     peers: Peers = field(default_factory=Peers)
     step: int = 0
     precision: torch.dtype = field(init=False)
@@ -142,7 +142,7 @@ class Fit:
         config = self.config
         self.precision = pick_precision(config.precision, self.device)
         self.feature_scale = feature_scale(self.samples, self.training).to(self.device)
-        if self.is_trained:
+        if self.reads_features:
             self.network.fc.weight.data /= self.feature_scale
         self.plan = BatchPlan(self.lengths, config.sequences_per_step, config.seed)
         # Kernels of convolutions have three dimensions; like norms, they are around 1.

@@ -16,6 +16,8 @@ from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.models.transitions import TransitionHead
 
+FIRST_WEIGHTS = ("auto", "target", "random")
+
 _INIT_STD = 0.02
 
 
@@ -35,6 +37,8 @@ class NetworkConfig:
             None: all.
         transition_rank: r of a head that scores each token behind the one before it, see
             `models.transitions`; None: no such head.
+        first_weights: "target" begins with the target's last layers, see `first_layers`; "random"
+            does not; "auto" does where the target's layers are like the drafter's.
 
     Raises:
         OptionError: an option outside its range.
@@ -47,6 +51,7 @@ class NetworkConfig:
     intermediate_size: int | None = None
     draft_vocab_size: int | None = None
     transition_rank: int | None = None
+    first_weights: str = "auto"
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -66,6 +71,13 @@ class NetworkConfig:
                     got=repr(value),
                     remedy="Leave it out to follow the target." if optional else f"Try {low + 1}.",
                 )
+        if self.first_weights not in FIRST_WEIGHTS:
+            raise OptionError(
+                "first_weights",
+                expected=f"one of {', '.join(FIRST_WEIGHTS)}",
+                got=repr(self.first_weights),
+                remedy="Leave it out to begin with the target's last layers where they fit.",
+            )
         taps = self.target_layer_ids
         right = isinstance(taps, tuple) and all(type(tap) is int and tap >= 0 for tap in taps)
         if taps is not None and not (right and 0 < len(set(taps)) == len(taps)):

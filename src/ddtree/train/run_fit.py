@@ -30,6 +30,7 @@ from ddtree.progress import stage_progress
 from ddtree.provenance import origin
 from ddtree.train import plots
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
+from ddtree.train.first_layers import begin_as_target, why_not
 from ddtree.train.fit import Fit, FrozenHead, StepResult, Validation, check_split
 from ddtree.train.fit_config import FitConfig
 from ddtree.train.network import (
@@ -65,7 +66,7 @@ class FitJob:
         num_workers: processes that share each step.
 
     Raises:
-        OptionError: more workers than sequences in a step.
+        OptionError: more workers than sequences in a step, or two kinds of first weights.
     """
 
     target: TargetSource
@@ -83,6 +84,13 @@ class FitJob:
                 expected=f"1 to sequences_per_step ({self.config.sequences_per_step})",
                 got=self.num_workers,
                 remedy="Every worker takes some sequences of each step.",
+            )
+        if self.start_from is not None and self.network.first_weights != "auto":
+            raise OptionError(
+                "first_weights",
+                expected="none beside start_from",
+                got=repr(self.network.first_weights),
+                remedy="A training that starts from a drafter begins with its weights.",
             )
 
 
@@ -151,7 +159,8 @@ def _train(
 ) -> Generator[FitReport, None, None]:
     """One process's share of the training; the first one saves and reports."""
     peers = Peers.join(meeting_point, *part) if part[1] > 1 else Peers()
-    target = job.target.load()
+    # As transformers made it: it is not run, but its layers may be copied.
+    target = job.target.load(packed=False)
     fit, facts, draft_token_ids = _begin(job, target, peers)
     del target  # of a large target only embedding and head stay in memory
     checkpoint = job.out / "checkpoint.pt"
@@ -185,6 +194,7 @@ def _begin(
             said.extend(response)
     check_split(training, validating)
     network, draft_token_ids = _network(job, target, said)
+    first_layers = _first_layers(job, target, network, samples)
     first_weights = _digest(network)
     claim_folder(job.samples, job.target.samples_description(network.config.target_layer_ids))
     fit = Fit(
@@ -195,7 +205,7 @@ def _begin(
         validating=validating,
         lengths=lengths,
         config=job.config,
-        is_trained=job.start_from is not None,
+        reads_features=job.start_from is not None or first_layers is not None,
         peers=peers,
     )
     facts: dict[str, object] = {
@@ -204,6 +214,7 @@ def _begin(
         "num_responses": len(training),
         "num_response_tokens": len(said),
         "start_from": job.start_from and Path(job.start_from).name,
+        "first_layers": first_layers,
         "first_weights_sha256": first_weights,
         **asdict(job.network),
         **asdict(job.config),
@@ -235,6 +246,18 @@ def _network(
         config = replace(config, selector_rank=job.network.transition_rank, draft_vocab_size=size)
         network = extended(network, config, seed=job.config.seed)
     return network, ids
+
+
+def _first_layers(
+    job: FitJob, target: Target, network: DFlashNetwork, samples: SampleSet
+) -> list[int] | None:
+    """The target's layers that the network's begin as; None: they do not."""
+    wanted = job.network.first_weights
+    if job.start_from is not None or wanted == "random":
+        return None
+    if wanted == "auto" and why_not(network, target) is not None:
+        return None
+    return begin_as_target(network, target, samples[0].token_ids.tolist())
 
 
 def _trainable(drafter: LoadedDrafter) -> DFlashDrafter:

@@ -37,13 +37,14 @@ class TargetSource:
     dtype: str = "auto"
     allow_untested: bool = False
 
-    def load(self) -> Target:
-        """The target itself, in this process."""
+    def load(self, *, packed: bool = True) -> Target:
+        """The target itself, in this process; `packed` as for `load_target`."""
         silence_transformers()
         return load_target(
             self.name,
             device=self.device,
             dtype=self.dtype,
+            packed=packed,
             allow_untested=self.allow_untested,
         )
 

@@ -209,6 +209,22 @@ def test_more_steps_go_on_from_the_end(job: FitJob) -> None:
     assert [line["step"] for line in read_metrics(job.out)] == [3, 6, 9]
 
 
+@pytest.mark.parametrize("first_weights", ["auto", "target", "random"])
+def test_first_weights_are_those_asked_for_and_named_in_the_provenance(
+    job: FitJob, first_weights: str
+) -> None:
+    run_fit(replace(job, network=replace(job.network, first_weights=first_weights)), QUIET)
+    said = json.loads((job.out / "drafter" / "provenance.json").read_text())["training"]
+    last = job.target.shape().num_layers - 1
+    assert said["first_layers"] == (None if first_weights == "random" else [last - 1, last])
+
+
+def test_first_weights_beside_a_drafter_to_start_from_are_refused(job: FitJob) -> None:
+    shape = replace(job.network, first_weights="random")
+    with pytest.raises(OptionError, match="first_weights"):
+        replace(job, network=shape, start_from="somewhere")
+
+
 def test_a_drafter_can_start_from_another_one(job: FitJob, tmp_path: Path) -> None:
     first = run_fit(job, QUIET)
     again = replace(job, out=tmp_path / "again", start_from=str(first))
