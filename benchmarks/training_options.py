@@ -87,6 +87,11 @@ ARMS = [
         name="soft labels and weights that follow, half each",
         fit={"soft_share": 0.5, "reach_share": 0.5},
     ),
+    Arm(
+        name="the defaults: target's layers, half soft labels, weights that follow",
+        network={"first_weights": "target"},
+        fit={"soft_share": 0.5, "reach_share": 1.0},
+    ),
     Arm(name="transition head of rank 64", network={"transition_rank": 64}),
     Arm(name="Muon, batch of 512 blocks", batch=4, muon=True),
     Arm(name="AdamW, batch of 512 blocks", batch=4),
