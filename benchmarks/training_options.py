@@ -337,13 +337,13 @@ def lines(
     yield ""
     num_anchors, num_held_out = sum(plain["rounds"]), len(plain["rounds"])
     yield (
-        f"From random weights, {plain['blocks']} blocks of 8 from {len(samples)} responses, a tenth"
-        " of whose prompts are held out. tau is tokens per round of a chain, and of a tree of"
-        f" {BUDGET} nodes, from {num_anchors} anchors of {num_held_out} held-out responses; ratios"
-        " to the plain recipe have a 95% interval over those responses, and `another seed` shows"
-        " what chance does. Behind a transition head, depths 2 and 3 are asked behind the true"
-        " token. Cost is processor time of the whole training,"
-        f" {plain['seconds']:.0f} s for the plain recipe."
+        f"From random weights where nothing else is said, {plain['blocks']} blocks of 8 from"
+        f" {len(samples)} responses, a tenth of whose prompts are held out. tau is tokens per round"
+        f" of a chain, and of a tree of {BUDGET} nodes, from {num_anchors} anchors of"
+        f" {num_held_out} held-out responses; ratios to the plain recipe have a 95% interval over"
+        " those responses, and `another seed` shows what chance does. Behind a transition head,"
+        " depths 2 and 3 are asked behind the true token. Cost is processor time of the whole"
+        f" training, {plain['seconds']:.0f} s for the plain recipe."
     )
     yield ""
     yield (
