@@ -336,12 +336,13 @@ def lines(
     yield "# Options of training, each alone"
     yield ""
     num_anchors, num_held_out = sum(plain["rounds"]), len(plain["rounds"])
+    chance = ", and `another seed` shows what chance does" if "another seed" in results else ""
     yield (
         f"From random weights where nothing else is said, {plain['blocks']} blocks of 8 from"
         f" {len(samples)} responses, a tenth of whose prompts are held out. tau is tokens per round"
         f" of a chain, and of a tree of {BUDGET} nodes, from {num_anchors} anchors of"
         f" {num_held_out} held-out responses; ratios to the plain recipe have a 95% interval over"
-        " those responses, and `another seed` shows what chance does. Behind a transition head,"
+        f" those responses{chance}. Behind a transition head,"
         " depths 2 and 3 are asked behind the true token. Cost is processor time of the whole"
         f" training, {plain['seconds']:.0f} s for the plain recipe."
     )
