@@ -93,6 +93,8 @@ ARMS = [
         fit={"soft_share": 0.5, "reach_share": 1.0},
     ),
     Arm(name="transition head of rank 64", network={"transition_rank": 64}),
+    Arm(name="Muon", muon=True),
+    Arm(name="twice the steps", steps=2.0),
     Arm(name="Muon, batch of 512 blocks", batch=4, muon=True),
     Arm(name="AdamW, batch of 512 blocks", batch=4),
     Arm(name="2 layers", network={"num_layers": 2}),

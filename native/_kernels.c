@@ -36,6 +36,26 @@ static PyObject *linear(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *pairs_supported(PyObject *self, PyObject *unused) {
+    (void)self, (void)unused;
+    return PyBool_FromLong(ddtree_linear_pairs_supported());
+}
+
+static PyObject *linear_pairs(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, packed, bias, y;
+    Py_ssize_t M, N, K;
+    int num_threads, failed;
+    if (!PyArg_ParseTuple(args, "KKKKnnni", &x, &packed, &bias, &y, &M, &N, &K, &num_threads))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = ddtree_linear_pairs(floats(x), (const void *)(size_t)packed, floats(bias),
+                                 (float *)(size_t)y, M, N, K, num_threads);
+    Py_END_ALLOW_THREADS
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *attention(PyObject *self, PyObject *args) {
     (void)self;
     address query, keys, values, mask, out;
@@ -112,6 +132,9 @@ static PyObject *swiglu(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"supported", supported, METH_NOARGS, "Whether this processor can run the others."},
     {"linear", linear, METH_VARARGS, "x, packed, bias or 0, y as addresses; M, N, K, threads, lanes."},
+    {"pairs_supported", pairs_supported, METH_NOARGS, "Whether it can run linear_pairs."},
+    {"linear_pairs", linear_pairs, METH_VARARGS,
+     "x, packed, bias or 0, y as addresses; M, N, K, threads."},
     {"attention", attention, METH_VARARGS,
      "query, keys, values as (address, request, head, row), mask as (address or 0, request, row), "
      "out; requests, rows, keys, open; heads, key-value heads, width; scale, threads. Strides in "

@@ -1,4 +1,4 @@
-/* y = x W^T + b in float32 for few rows: a row's result does not depend on the rows beside it. */
+/* y = x W^T + b for few rows: a row's result does not depend on the rows beside it. */
 #ifndef DDTREE_LINEAR_H
 #define DDTREE_LINEAR_H
 
@@ -16,5 +16,14 @@ int ddtree_linear_supported(void);
  * whatever the width of vectors: `lanes` floats, 8 or 16, are the most that are used. */
 void ddtree_linear(const float *x, const float *packed, const float *bias, float *y, ptrdiff_t M,
                    ptrdiff_t N, ptrdiff_t K, int num_threads, int lanes);
+
+/* Whether this processor multiplies pairs of bfloat16. */
+int ddtree_linear_pairs_supported(void);
+
+/* The same with products of bfloat16 and sums of float32. The packed weight is
+ * [ceil(N / PANEL)][ceil(K / 2)][PANEL][2] in bfloat16; inputs are rounded to it. Every y[m][n] is
+ * one chain over pairs of k, whatever rows are beside it. 0, or 1 where memory is missing. */
+int ddtree_linear_pairs(const float *x, const void *packed, const float *bias, float *y,
+                        ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, int num_threads);
 
 #endif

@@ -20,7 +20,7 @@ from ddtree.attention.backends import GROUPED, SPLIT
 from ddtree.attention.masks import TreeMask
 from ddtree.attention.visibility import visible
 from ddtree.errors import BackendError, UserError
-from ddtree.models import zoo
+from ddtree.models import kernels, zoo
 from ddtree.models.loading import describe_drafter, read_target_shape
 from ddtree.models.packed import best_layout
 from ddtree.report import Json, versions
@@ -70,6 +70,8 @@ def examine(target: str, drafter: str | None) -> Examination:
     layout = best_layout()
     finding = "plain: no other layout works here" if layout is None else f"packed: {layout.layout}"
     checks.append(Check(name="float32 layers on a CPU", well=None, finding=finding))
+    mixed = "here: --dtype mixed" if kernels.PAIRS_AVAILABLE else "not here: no --dtype mixed"
+    checks.append(Check(name="bfloat16 products on a CPU", well=None, finding=mixed))
     checks.append(Check(name="tree builder", well=None, finding=host.describe()))
     checks.append(_attempt("cache", _cache_folder))
     checks += _pair(target, drafter)

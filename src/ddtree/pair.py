@@ -62,7 +62,7 @@ def load(
             known for this target; without one, only method "ar" can be used.
         tokenizer: used in place of the target's own; needed with a loaded model to work with text.
         device: "auto" (cuda, mps, cpu in this order) or a name.
-        dtype: "auto" (float32 on a CPU, else the checkpoint's) or a name.
+        dtype: "auto" (float32 on a CPU, else the checkpoint's) or a name, see `load_target`.
         allow_untested: let in a target of an architecture that is not in the table, see
             `load_target`; the first text is held against plain decoding.
         say: told what takes long, such as a download.

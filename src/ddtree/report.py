@@ -129,7 +129,7 @@ def show_comparison(comparison: Comparison, pair: Pair, console: Console) -> Non
         console.print(
             f"{d.method} differs from ar at new token {d.index}: {_token(d.got_id, pair)} instead "
             f"of {_token(d.expected_id, pair)}; the best two scores there are {d.gap:.3g} apart "
-            f"({pair.target.dtype}).",
+            f"({pair.target.dtype_name}).",
             style="yellow",
             markup=False,
         )

@@ -12,32 +12,36 @@ import pytest
 import torch
 
 from ddtree.attention.backends import GROUPED
+from ddtree.models import kernels
 from ddtree.models.fused import fuse_layers
-from ddtree.models.packed import PanelLinear, best_layout, pack_linears
+from ddtree.models.packed import PackedLinear, PanelLinear, best_layout, pack_linears
 from ddtree.models.target import Target
+from ddtree.pair import Pair
 from ddtree.tree.geometry import ancestor_mask
-from ddtree.types import DraftTree
-from tests.support.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from ddtree.types import METHODS, DraftTree
+from tests.support.models import ARCHITECTURES, VOCAB_SIZE, dflash_drafter, tiny_model
 
 # Heads of 12 are not a multiple of 8, for which the kernel is made: made anew with 16 below.
 NAMES = [name for name in ARCHITECTURES if not name.startswith("qwen3")]
 
 
-def loaded(name: str) -> Target:
+def loaded(name: str, products: torch.dtype) -> Target:
     """What `load_target` makes of a model."""
+    if name == "qwen3":
+        return qwen3(products)
     model = copy.deepcopy(tiny_model(name))
     model.set_attn_implementation(GROUPED)
-    fuse_layers(pack_linears(model))
+    fuse_layers(pack_linears(model, products))
     return Target(model, None, name=name)
 
 
-def qwen3() -> Target:
+def qwen3(products: torch.dtype) -> Target:
     config = copy.deepcopy(tiny_model("qwen3").config)
     config.head_dim = 16
     torch.manual_seed(3)
     model = type(tiny_model("qwen3"))(config).eval()
     model.set_attn_implementation(GROUPED)
-    fuse_layers(pack_linears(model))
+    fuse_layers(pack_linears(model, products))
     return Target(model, None, name="qwen3")
 
 
@@ -75,11 +79,27 @@ def stepwise(target: Target, prompt: torch.Tensor, tokens: list[int]) -> torch.T
     return output.logits[0]
 
 
-@pytest.mark.skipif(best_layout() is not PanelLinear, reason="oneDNN rounds by the number of rows")
+PRODUCTS = [
+    pytest.param(
+        torch.float32,
+        marks=pytest.mark.skipif(
+            best_layout() is not PanelLinear, reason="oneDNN rounds by the number of rows"
+        ),
+    ),
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            not kernels.PAIRS_AVAILABLE, reason="this processor does not multiply bfloat16"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("products", PRODUCTS, ids=str)
 @pytest.mark.parametrize("name", [*NAMES, "qwen3"])
 @torch.no_grad()
-def test_rows_of_a_tree_have_the_bits_of_plain_decoding(name: str) -> None:
-    target = qwen3() if name == "qwen3" else loaded(name)
+def test_rows_of_a_tree_have_the_bits_of_plain_decoding(name: str, products: torch.dtype) -> None:
+    target = loaded(name, products)
     prompt = torch.arange(13) % VOCAB_SIZE
     tree = random_tree(18, seed=len(name))
     cache = target.new_cache(64)
@@ -93,3 +113,22 @@ def test_rows_of_a_tree_have_the_bits_of_plain_decoding(name: str) -> None:
     for row in range(tree.num_rows):
         tokens = [int(tree.token_ids[node]) for node in path_to(tree, row)]
         assert torch.equal(stepwise(target, prompt, tokens), verified.logits[row])
+
+
+@pytest.mark.parametrize("products", PRODUCTS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", [*NAMES, "qwen3"])
+def test_every_method_says_the_same(name: str, temperature: float, products: torch.dtype) -> None:
+    target = loaded(name, products)
+    drafter = dflash_drafter(target)
+    drafter.pack()
+    assert isinstance(drafter.network.fc, PackedLinear)
+    for seed in range(3):
+        prompt = [(seed * 13 + 7 * i) % VOCAB_SIZE for i in range(12)]
+        texts = {
+            Pair(target, drafter)
+            .generate(prompt, method=method, temperature=temperature, seed=seed, max_new_tokens=24)
+            .token_ids
+            for method in METHODS
+        }
+        assert len(texts) == 1

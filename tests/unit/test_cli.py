@@ -756,6 +756,7 @@ def test_doctor_finds_a_fitting_pair_well(run: Run, fitting: Folders) -> None:
         "attention sdpa",
         "tree mask works",
         "float32 layers on a CPU",
+        "bfloat16 products on a CPU",
         "tree builder",
         "compiled",
         "4 layers, hidden 32, vocabulary 61",

@@ -52,7 +52,7 @@ def load_assistant(
         UserError: see `load_target`.
         PairMismatchError: another tokenizer.
     """
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = target.dtype_name.removeprefix("torch.")
     try:
         small = load_target(source, device=str(target.device), dtype=dtype, say=say)
     except UserError as error:

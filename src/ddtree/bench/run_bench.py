@@ -237,7 +237,7 @@ def _name(drafter: Drafter) -> str:
 
 
 def _dtype(job: BenchJob) -> str:
-    return str(job.bench.pair.target.dtype).removeprefix("torch.")
+    return job.bench.pair.target.dtype_name.removeprefix("torch.")
 
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:

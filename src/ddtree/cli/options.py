@@ -21,7 +21,11 @@ DrafterOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 DtypeOption = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16 or float16 (auto on CPU: float32).")
+    str,
+    typer.Option(
+        help="auto, float32, mixed, bfloat16 or float16 (auto on CPU: float32; mixed: products of "
+        "linear layers in bfloat16, on a CPU with AVX512-BF16)."
+    ),
 ]
 AllowUntestedOption = Annotated[
     bool,

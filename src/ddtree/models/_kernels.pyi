@@ -14,6 +14,18 @@ def linear(
     lanes: int,
     /,
 ) -> None: ...
+def pairs_supported() -> bool: ...
+def linear_pairs(
+    x: int,
+    packed: int,
+    bias: int,
+    y: int,
+    m: int,
+    n: int,
+    k: int,
+    num_threads: int,
+    /,
+) -> None: ...
 def attention(
     query: tuple[int, ...],
     keys: tuple[int, ...],

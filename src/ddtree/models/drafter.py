@@ -78,9 +78,9 @@ class DFlashDrafter:
 
     def pack(self) -> None:
         """Lay its weights out for speed, see `models.packed`; it can then only run."""
-        fuse_layers(pack_linears(self.network))
+        fuse_layers(pack_linears(self.network, self.target.products))
         if isinstance(self._head, nn.Module):
-            self._head = pack_linears(self._head)
+            self._head = pack_linears(self._head, self.target.products)
 
     def embed(self, token_ids: Int64[Tensor, " M"]) -> Float[Tensor, "M D"]:
         """The scaled embedding of slots that hold these tokens."""

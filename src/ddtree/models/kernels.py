@@ -7,15 +7,16 @@ alone computes for a row of a tree exactly what plain decoding computes at that 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import BFloat16, Float
 from torch import Tensor
 
 try:
     from ddtree.models import _kernels as compiled
 except ImportError:  # not built, or no OpenMP of torch to share
-    AVAILABLE = False
+    AVAILABLE = PAIRS_AVAILABLE = False
 else:
     AVAILABLE = compiled.supported()
+    PAIRS_AVAILABLE = AVAILABLE and compiled.pairs_supported()
 
 PANEL = 16
 """Outputs that lie side by side in a packed weight, as in native/linear.h."""
@@ -60,6 +61,35 @@ def linear(
         in_features,
         torch.get_num_threads(),
         lanes,
+    )
+    return out
+
+
+def linear_pairs(
+    x: Float[Tensor, "*rows in"],
+    panels: BFloat16[Tensor, "panels pairs 16 2"],
+    bias: Float[Tensor, " padded"] | None,
+    out_features: int,
+) -> Float[Tensor, "*rows out"]:
+    """x W^T + b with products of bfloat16 and sums of float32, where `PAIRS_AVAILABLE`.
+
+    Args:
+        x: rows in float32; they are rounded to bfloat16.
+        panels: the weight, [outputs / 16, in / 2, 16, 2], padded with zeros.
+        bias: padded to whole panels, or None.
+        out_features: outputs without the padding.
+    """
+    x = x.contiguous()
+    out = x.new_empty((*x.shape[:-1], out_features))
+    compiled.linear_pairs(
+        x.data_ptr(),
+        panels.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.numel() // x.shape[-1],
+        out_features,
+        x.shape[-1],
+        torch.get_num_threads(),
     )
     return out
 

@@ -39,7 +39,7 @@ from ddtree.models.fused import fuse_layers
 from ddtree.models.medusa import MedusaDrafter, is_medusa, load_medusa, parse_medusa_config
 from ddtree.models.packed import pack_linears
 from ddtree.models.pard import PardDrafter, is_pard, load_pard, parse_pard_config
-from ddtree.models.placement import pick_device, pick_dtype
+from ddtree.models.placement import MIXED, pick_device, pick_dtype
 from ddtree.models.pretrained import parse_model_config, read_model, read_tokenizer
 from ddtree.models.target import Target, TargetShape
 from ddtree.models.target_ends import OwnEnds, ends_of, own_ends
@@ -71,9 +71,11 @@ def load_target(
             `device` and `dtype` must then stay "auto").
         tokenizer: used in place of the one beside the model.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
-        dtype: "auto", "float32", "bfloat16", "float16".
+        dtype: "auto", "float32", "mixed" (products of linear layers in bfloat16, all else in
+            float32; on a CPU with AVX512-BF16), "bfloat16", "float16".
         packed: lay float32 weights on a CPU out for speed (see `models.packed`); False leaves the
-            modules as transformers made them. A loaded model is never touched.
+            modules as transformers made them, and "mixed" is then float32. A loaded model is never
+            touched.
         allow_untested: let in an architecture that is not in the table (docs/models.md), if its
             layers are of known kinds; `Pair` then holds the first text against plain decoding.
         say: told what takes long, and of an architecture that is not in the table, which is else
@@ -105,7 +107,8 @@ def load_target(
     model = read_model(folder, f"target {name}", pick_dtype(dtype, where, config.dtype), reader)
     model = text_part(model).to(where)
     if packed:
-        fuse_layers(pack_linears(model))
+        products = torch.bfloat16 if dtype == MIXED else torch.float32
+        fuse_layers(pack_linears(model, products))
     tokenizer = tokenizer or read_tokenizer(folder)
     target = Target(model, tokenizer, name=name, allow_untested=allow_untested)
     _warn_if_untested(target, say)

@@ -255,7 +255,7 @@ class MedusaDrafter:
 
     def pack(self) -> None:
         """Lay its weights out for speed, see `models.packed`; it can then only run."""
-        pack_linears(self.network)
+        pack_linears(self.network, self.target.products)
 
     def logits(self, hidden: Float[Tensor, "1 D"], num_depths: int) -> Float[Tensor, "L V"]:
         """Logits of the first `num_depths` heads in float32."""

@@ -181,6 +181,7 @@ class PardDrafter:
         self.config = config
         self.name = name
         self.num_depths = num_depths
+        self._products = target.products
         num_tokens = min(model.vocab_size, target.vocab_size)
         self._num_tokens = num_tokens
         # Where the target has more rows, columns must say which tokens they are.
@@ -206,7 +207,7 @@ class PardDrafter:
 
     def pack(self) -> None:
         """Lay its weights out for speed, see `models.packed`; it can then only run."""
-        fuse_layers(pack_linears(self.network))
+        fuse_layers(pack_linears(self.network, self._products))
 
     def known(self, token_ids: Int64[Tensor, " M"]) -> Int64[Tensor, " M"]:
         """The same tokens; the mask in place of those that only the target's padding has."""

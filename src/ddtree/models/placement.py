@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ddtree.errors import OptionError
+from ddtree.models import kernels
 
 
 def pick_device(device: str) -> torch.device:
@@ -30,8 +31,12 @@ def pick_device(device: str) -> torch.device:
     )
 
 
+MIXED = "mixed"
+"""A model in float32 whose linear layers multiply in bfloat16, see `models.packed`."""
+
 DTYPES = {
     "float32": torch.float32,
+    MIXED: torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
@@ -41,10 +46,17 @@ def pick_dtype(dtype: str, device: torch.device, declared: torch.dtype | None) -
     """The dtype of that name; "auto" is float32 on a CPU, else what the checkpoint declares.
 
     Raises:
-        OptionError: another name.
+        OptionError: another name, or "mixed" where no instructions are for it.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" or declared is None else declared
+    if dtype == MIXED and not (device.type == "cpu" and kernels.PAIRS_AVAILABLE):
+        raise OptionError(
+            "dtype",
+            expected="for mixed: a CPU that multiplies bfloat16 (AVX512-BF16), compiled kernels",
+            got=f"device {device}" if device.type != "cpu" else "a CPU or a build without",
+            remedy="Take float32, or bfloat16 on a GPU; `ddtree doctor` says what is here.",
+        )
     if dtype not in DTYPES:
         raise OptionError(
             "dtype",

@@ -29,7 +29,8 @@ from ddtree.models.architectures import (
     longest_context,
     window_by_layer_type,
 )
-from ddtree.models.packed import PackedLinear
+from ddtree.models.packed import PackedLinear, PairLinear
+from ddtree.models.placement import MIXED
 from ddtree.models.recurrent import (
     ROUND_BYTES,
     most_rows,
@@ -123,6 +124,17 @@ class Target:
     def dtype(self) -> torch.dtype:
         """The model's dtype."""
         return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def products(self) -> torch.dtype:
+        """The dtype in which its linear layers multiply."""
+        mixed = any(isinstance(module, PairLinear) for module in self.model.modules())
+        return torch.bfloat16 if mixed else self.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """Its dtype in results: "torch.float32" and the like, or "mixed"."""
+        return str(self.dtype) if self.products is self.dtype else MIXED
 
     @property
     def backend(self) -> str:

@@ -166,7 +166,7 @@ def card_of(pair: Pair) -> TraceCard:
     return TraceCard(
         target=pair.target.name,
         drafter=None if drafter is None else getattr(drafter, "name", type(drafter).__name__),
-        dtype=str(pair.target.dtype),
+        dtype=pair.target.dtype_name,
         vocab_size=pair.target.vocab_size,
         num_depths=0 if drafter is None else drafter.num_depths,
         origin=origin(),

@@ -127,7 +127,7 @@ def _description(job: EvaluateJob, every: Sequence[SuitePrompt]) -> dict[str, ob
     assert drafter is not None, "check_prompts wants one"
     return {
         "target": target.name,
-        "dtype": str(target.dtype),
+        "dtype": target.dtype_name,
         **_identity(drafter),
         "prompts_sha256": hashlib.sha256(texts).hexdigest(),
         **{key: value for key, value in asdict(job.config).items() if key != "limit"},

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ddtree.models.folder import read_config, resolve_folder
 from ddtree.models.loading import load_target, read_target_shape, silence_transformers
-from ddtree.models.placement import pick_device, pick_dtype
+from ddtree.models.placement import MIXED, pick_device, pick_dtype
 from ddtree.models.target import Target, TargetShape
 from ddtree.train.samples import NUM_FAVOURITES
 
@@ -65,7 +65,7 @@ class TargetSource:
         declared = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
         known = declared if isinstance(declared, torch.dtype) else None
         dtype = pick_dtype(self.dtype, pick_device(self.device), known)
-        return {"target": self.name, "dtype": str(dtype)}
+        return {"target": self.name, "dtype": MIXED if self.dtype == MIXED else str(dtype)}
 
     def samples_description(self, layer_ids: Sequence[int]) -> dict[str, object]:
         """What decides a sample, its response aside."""

@@ -28,9 +28,10 @@ from ddtree.errors import (
     UserError,
 )
 from ddtree.models import folder as model_folder
-from ddtree.models import loading
+from ddtree.models import kernels, loading
 from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.loading import load_drafter, load_target
+from ddtree.models.packed import PackedLinear, PairLinear
 from ddtree.models.target import Target
 from tests.support import drafters
 from tests.support.checkpoints import (
@@ -513,6 +514,33 @@ def test_a_device_or_dtype_that_is_not_here_is_named(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_dtype_asked_for_is_the_dtype_loaded(dtype: str, written: Path) -> None:
     assert load_target(written, dtype=dtype).dtype == getattr(torch, dtype)
+
+
+@pytest.mark.skipif(not kernels.PAIRS_AVAILABLE, reason="no bfloat16 products here")
+def test_a_mixed_target_is_float32_but_for_the_products_of_its_layers_and_its_drafter(
+    written: Path, tmp_path: Path
+) -> None:
+    target = load_target(written, dtype="mixed")
+    drafter = load_drafter(write_drafter(tmp_path / "drafter", **MASK_AND_TAPS), target)
+    assert (target.dtype, target.products) == (torch.float32, torch.bfloat16)
+    assert target.dtype_name == "mixed"
+    assert isinstance(drafter, DFlashDrafter)
+    for model in (target.model, drafter.network):
+        kinds = {type(m) for m in model.modules() if isinstance(m, PackedLinear | torch.nn.Linear)}
+        assert kinds == {PairLinear}
+
+
+@pytest.mark.skipif(not kernels.PAIRS_AVAILABLE, reason="no bfloat16 products here")
+def test_a_mixed_target_that_is_not_packed_is_plain_float32(written: Path) -> None:
+    target = load_target(written, dtype="mixed", packed=False)
+    assert (target.products, target.dtype_name) == (torch.float32, "torch.float32")
+
+
+def test_mixed_is_refused_where_nothing_multiplies_bfloat16(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "PAIRS_AVAILABLE", False)
+    refusal(OptionError, lambda: load_target(written, dtype="mixed"), "dtype", "AVX512-BF16")
 
 
 def test_auto_is_float32_on_a_cpu_whatever_the_checkpoint_declares(folder: Path) -> None:

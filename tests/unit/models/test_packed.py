@@ -9,6 +9,7 @@ from ddtree.models.loading import load_target
 from ddtree.models.packed import (
     OnednnLinear,
     PackedLinear,
+    PairLinear,
     PanelLinear,
     best_layout,
     pack_linears,
@@ -16,6 +17,9 @@ from ddtree.models.packed import (
 from tests.support.models import tiny_model
 
 LAYOUTS = [PanelLinear, OnednnLinear]
+needs_pairs = pytest.mark.skipif(
+    not kernels.PAIRS_AVAILABLE, reason="this processor does not multiply bfloat16"
+)
 
 
 def test_this_machine_has_both_layouts() -> None:
@@ -110,6 +114,61 @@ def test_no_bit_depends_on_the_width_of_vectors_or_the_number_of_rows(num_out: i
         for lanes in (8, 16):
             got = kernels.linear(x[:rows], layer._panels, layer._bias, num_out, lanes=lanes)
             assert torch.equal(got, alone[:rows])
+
+
+@needs_pairs
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 10, 17, 64, 300])
+@pytest.mark.parametrize(("num_in", "num_out"), [(48, 80), (7, 1), (1, 33), (301, 61), (31, 16)])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_pairs_multiply_what_was_rounded_and_sum_in_float32(
+    num_rows: int, num_in: int, num_out: int, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(num_in, num_out, bias=bias)
+    layer = PairLinear(linear.weight, linear.bias)
+    rounded = nn.Linear(num_in, num_out, bias=bias)
+    rounded.weight.data = linear.weight.bfloat16().float()
+    if bias:
+        rounded.bias = linear.bias
+    x = torch.randn(2, num_rows, num_in)
+    expected = reference(rounded, x.bfloat16().float())
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(layer.weight, rounded.weight)
+
+
+@needs_pairs
+@pytest.mark.parametrize("num_in", [257, 300])
+@torch.no_grad()
+def test_a_row_of_pairs_is_the_same_bit_for_bit_whatever_is_beside_it(num_in: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    layer = PairLinear(torch.randn(100, num_in), torch.randn(100))
+    x = torch.randn(200, num_in)
+    alone = torch.cat([layer(row[None]) for row in x])
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for num_rows in (2, 3, 9, 10, 17, 25, 40, 200):
+                assert torch.equal(layer(x[:num_rows]), alone[:num_rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_pairs
+@torch.no_grad()
+def test_pairs_take_no_rows_and_rows_that_lie_apart() -> None:
+    torch.manual_seed(0)
+    layer, x = PairLinear(torch.randn(8, 16), None), torch.randn(16, 5).T
+    assert layer(torch.empty(0, 16)).shape == (0, 8)
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+@needs_pairs
+def test_products_in_bfloat16_are_taken_on_request_and_for_float32_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float16))
+    pack_linears(model, torch.bfloat16)
+    assert [type(m) for m in model] == [PairLinear, nn.Linear]
 
 
 def test_where_no_layout_works_all_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from ddtree.cache.batch import BatchCache
 from ddtree.errors import CheckpointError, OptionError, PromptError
+from ddtree.models import kernels
 from ddtree.models.target import Target
 from ddtree.pair import Pair
 from ddtree.train.prompts import TrainingPrompt, read_prompts
@@ -55,6 +57,18 @@ def test_a_greedy_answer_is_that_of_plain_decoding(architecture: str, num_rows: 
         alone = pair.generate(prompt.prompt, method="ar", max_new_tokens=20)
         assert answers[prompt.prompt].response_ids == alone.token_ids
         assert answers[prompt.prompt].finished == (alone.finish_reason == "stop")
+
+
+@pytest.mark.skipif(not kernels.PAIRS_AVAILABLE, reason="no bfloat16 products here")
+def test_a_mixed_target_answers_as_it_decodes_alone(source: TargetSource, tmp_path: Path) -> None:
+    mixed = replace(source, dtype="mixed")
+    loaded = mixed.load()
+    config = RespondConfig(max_new_tokens=20, num_rows=5, sampled_share=0)
+    answers = {r.prompt: r for r in answered(loaded, PROMPTS, config)}
+    for prompt in PROMPTS:
+        alone = Pair(loaded, None).generate(prompt.prompt, method="ar", max_new_tokens=20)
+        assert answers[prompt.prompt].response_ids == alone.token_ids
+    assert mixed.description()["dtype"] == "mixed", "its samples are not those of float32"
 
 
 def test_a_sampled_answer_does_not_depend_on_its_neighbours() -> None:
