@@ -6,7 +6,8 @@ Every prompt is run by all arms, one after another in random order, so that a dr
 hits all alike. Greedy, float32. Fixed budgets are those named below; budget "auto" learns from the
 rounds it decodes, as in use, and from nothing else. Trees are the drafter's alone, but for the arms
 named "lookup", which are the default. Two arms are controls: plain decoding by torch with its
-layers as they are, and a drafter of the real cost whose tokens are random.
+layers as they are, and a drafter of the real cost whose tokens are random. Where the processor
+multiplies bfloat16, arms named "mixed" run in that dtype; their texts are compared with each other.
 Writes speed.json (every prompt and arm) and speed.md (the summary and its card). What
 is measured is kept in speed.unfinished.json after every prompt: a run that was stopped goes
 on from there with the same command, and a finished one leaves none, so the next measures anew.
@@ -26,6 +27,7 @@ import torch
 
 import ddtree
 from ddtree.journal import changed_names, write_whole
+from ddtree.models import kernels
 from ddtree.models.loading import load_target
 from ddtree.provenance import origin
 from ddtree.report import generation_json
@@ -59,6 +61,13 @@ ARMS = (
     Arm("ddtree-auto-lookup", "ddtree", "auto", lookup=True),
     Arm("hostile-auto", "ddtree", "auto", "random tokens"),
 )
+if kernels.PAIRS_AVAILABLE:
+    ARMS += (
+        Arm("ar-mixed", "ar", 0, "mixed"),
+        Arm("dflash-mixed", "dflash", 16, "mixed"),
+        Arm("ddtree-auto-mixed", "ddtree", "auto", "mixed"),
+        Arm("ddtree-auto-lookup-mixed", "ddtree", "auto", "mixed", lookup=True),
+    )
 FIXED = ("ddtree-4", "ddtree-8", "ddtree-16", "ddtree-32")
 Pairs = dict[str, ddtree.Pair]
 
@@ -105,7 +114,9 @@ def load_pairs() -> Pairs:
     """The pairs that arms name."""
     shipped = ddtree.load("smollm2-135m")
     plain = load_target("smollm2-135m", packed=False)
+    mixed = {"mixed": ddtree.load("smollm2-135m", dtype="mixed")} if kernels.PAIRS_AVAILABLE else {}
     return {
+        **mixed,
         "shipped": shipped,
         "plain layers": ddtree.Pair(plain, None),
         "random tokens": ddtree.Pair(
@@ -189,7 +200,9 @@ def run_prompt(
     order = rng.sample(ARMS, len(ARMS))
     text = prompt["turns"][0]
     done = {arm.name: generate(pairs, text, arm, max_new_tokens) for arm in order}
-    agree = len({g.token_ids for g in done.values()}) == 1
+    mixed = [done[arm.name].token_ids for arm in ARMS if arm.pair == "mixed"]
+    others = [done[arm.name].token_ids for arm in ARMS if arm.pair != "mixed"]
+    agree = len(set(others)) == 1 and len(set(mixed)) <= 1
     arms = {arm.name: generation_json(done[arm.name]) for arm in ARMS}
     for arm in arms.values():
         del arm["text"], arm["versions"]
@@ -215,7 +228,7 @@ def card(options: argparse.Namespace) -> dict[str, object]:
     """What a reader needs to judge or repeat the numbers."""
     return {
         **origin(),
-        "target": "smollm2-135m, float32",
+        "target": "smollm2-135m, float32 but for arms named mixed",
         "drafter": "the one shipped with smollm2-135m",
         "decoding": f"greedy, at most {options.max_new_tokens} new tokens",
         "seed": options.seed,
@@ -255,7 +268,7 @@ def markdown(result: dict[str, object]) -> str:
     lines += table(["arm", *stages], [[a, *(stage_ms(rows, a, s) for s in stages)] for a in arms])
     speeds = {a: statistics.median(r["arms"][a]["tokens_per_s"] for r in rows) for a in arms}
     listed = ", ".join(f"{a} {v:.1f}" for a, v in speeds.items())
-    lines += ["", "## The targets of issue 5", "", *targets(rows)]
+    lines += ["", "## Ratios", "", *targets(rows)]
     lines += ["", f"Median tokens/s, prefill included: {listed}.", "", "## Card", ""]
     lines += [f"- {key}: {value}" for key, value in result["card"].items()]
     return "\n".join(lines) + "\n"
@@ -288,6 +301,17 @@ def targets(rows: list[dict[str, object]]) -> list[str]:
         for name in ("ar", "ddtree-auto")
         for a in [r["arms"][name]]
     ]
+    mixed = [
+        f"- {arm} over {base}: {ratio(arm, base)}"
+        for arm, base in (
+            ("ar-mixed", "ar"),
+            ("dflash-mixed", "ar-mixed"),
+            ("ddtree-auto-mixed", "ar-mixed"),
+            ("ddtree-auto-lookup-mixed", "ar-mixed"),
+            ("ddtree-auto-lookup-mixed", "ddtree-auto-lookup"),
+        )
+        if arm in rows[0]["arms"]
+    ]
     return [
         f"- ddtree-auto-lookup over ar: {ratio('ddtree-auto-lookup', 'ar')}",
         f"- ddtree-auto-lookup over dflash: {ratio('ddtree-auto-lookup', 'dflash')}",
@@ -302,6 +326,7 @@ def targets(rows: list[dict[str, object]]) -> list[str]:
         f"{statistics.mean(over_best):.3f} ({chosen})",
         f"- hostile-auto over ar: {ratio('hostile-auto', 'ar')}",
         f"- time outside of all stages: {100 * statistics.median(stages):.1f}% of a generation",
+        *mixed,
     ]
 
 

@@ -32,7 +32,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     target = Target(tiny_model("llama"), tiny_tokenizer(), name="tiny")
     pair = ddtree.Pair(target, dflash_drafter(target))
     monkeypatch.setenv("DDTREE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(ddtree, "load", lambda name: pair)
+    monkeypatch.setattr(ddtree, "load", lambda name, **options: pair)
     monkeypatch.setattr(module, "load_target", lambda name, packed: target)
     monkeypatch.setattr(module, "SUITES", ("fox", "dog"))
     monkeypatch.setattr(module, "PROMPTS", tmp_path)
