@@ -39,7 +39,7 @@ from ddtree.models.fused import fuse_layers
 from ddtree.models.medusa import MedusaDrafter, is_medusa, load_medusa, parse_medusa_config
 from ddtree.models.packed import pack_linears
 from ddtree.models.pard import PardDrafter, is_pard, load_pard, parse_pard_config
-from ddtree.models.placement import MIXED, pick_device, pick_dtype
+from ddtree.models.placement import MIXED, check_mixed, pick_device, pick_dtype
 from ddtree.models.pretrained import parse_model_config, read_model, read_tokenizer
 from ddtree.models.target import Target, TargetShape
 from ddtree.models.target_ends import OwnEnds, ends_of, own_ends
@@ -101,13 +101,15 @@ def load_target(
         return target
     name = str(source)
     where = pick_device(device)
+    products = torch.bfloat16 if dtype == MIXED else torch.float32
+    if packed and dtype == MIXED:
+        check_mixed(where)
     folder = resolve_folder(name, argument="target", say=say)
     config = _read_model_config(folder, name, allow_untested=allow_untested)
     reader = reader_of(read_config(folder, "target")["model_type"])
     model = read_model(folder, f"target {name}", pick_dtype(dtype, where, config.dtype), reader)
     model = text_part(model).to(where)
     if packed:
-        products = torch.bfloat16 if dtype == MIXED else torch.float32
         fuse_layers(pack_linears(model, products))
     tokenizer = tokenizer or read_tokenizer(folder)
     target = Target(model, tokenizer, name=name, allow_untested=allow_untested)

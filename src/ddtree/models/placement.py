@@ -46,17 +46,10 @@ def pick_dtype(dtype: str, device: torch.device, declared: torch.dtype | None) -
     """The dtype of that name; "auto" is float32 on a CPU, else what the checkpoint declares.
 
     Raises:
-        OptionError: another name, or "mixed" where no instructions are for it.
+        OptionError: another name.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" or declared is None else declared
-    if dtype == MIXED and not (device.type == "cpu" and kernels.PAIRS_AVAILABLE):
-        raise OptionError(
-            "dtype",
-            expected="for mixed: a CPU that multiplies bfloat16 (AVX512-BF16), compiled kernels",
-            got=f"device {device}" if device.type != "cpu" else "a CPU or a build without",
-            remedy="Take float32, or bfloat16 on a GPU; `ddtree doctor` says what is here.",
-        )
     if dtype not in DTYPES:
         raise OptionError(
             "dtype",
@@ -65,3 +58,19 @@ def pick_dtype(dtype: str, device: torch.device, declared: torch.dtype | None) -
             remedy="auto is float32 on a CPU and the checkpoint's own dtype elsewhere.",
         )
     return DTYPES[dtype]
+
+
+def check_mixed(device: torch.device) -> None:
+    """Refuse to run a "mixed" model where nothing multiplies bfloat16 for it.
+
+    Raises:
+        OptionError: another device, another processor, or no compiled kernels.
+    """
+    if device.type == "cpu" and kernels.PAIRS_AVAILABLE:
+        return
+    raise OptionError(
+        "dtype",
+        expected="for mixed: a CPU that multiplies bfloat16 (AVX512-BF16), and compiled kernels",
+        got="a CPU or a build without" if device.type == "cpu" else f"device {device}",
+        remedy="Take float32, or bfloat16 on a GPU; `ddtree doctor` says what is here.",
+    )
