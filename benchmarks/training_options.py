@@ -32,15 +32,15 @@ from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.models.transitions import conditioned
 from ddtree.provenance import origin
-from ddtree.train.first_layers import begin_as_target
+from ddtree.train.first_weights import first_weights
 from ddtree.train.fit import Fit, FrozenHead, hidden_of_blocks
 from ddtree.train.fit_config import FitConfig
-from ddtree.train.network import NetworkConfig, drafter_config_for, most_frequent, new_network
+from ddtree.train.network import NetworkConfig
 from ddtree.train.objective import in_draft_vocabulary
 from ddtree.train.packing import PackedBlocks
 from ddtree.train.precision import products_in
 from ddtree.train.samples import Sample, SampleSet
-from ddtree.train.schedule import held_out
+from ddtree.train.split import split_samples
 from ddtree.train.target_source import TargetSource
 from ddtree.tree.geometry import child_lookup
 from ddtree.tree.native import build_tree
@@ -269,31 +269,25 @@ def begun(arm: Arm, target: Target, samples: SampleSet, num_steps: int) -> ArmFi
             **arm.fit,
         }
     )
-    training, validating, lengths, said = [], [], [], []
-    for place, (_, prompt, response) in enumerate(sorted(samples.texts())):
-        if held_out(prompt, VALIDATION_SHARE):
-            validating.append(place)
-        else:
-            training.append(place)
-            lengths.append(len(prompt) + len(response))
-            said.extend(response)
-    draft_ids = most_frequent(said, shape.draft_vocab_size)
-    wanted = drafter_config_for(target, shape)
-    wanted = wanted if draft_ids is None else replace(wanted, draft_vocab_size=len(draft_ids))
-    network = new_network(wanted, seed=config.seed)
-    as_target = shape.first_weights == "target"
-    if as_target:
-        begin_as_target(network, target, samples[0].token_ids.tolist())
-    kept = [TAPS.index(tap) for tap in wanted.target_layer_ids]
+    split = split_samples(samples, VALIDATION_SHARE)
+    first = first_weights(
+        target,
+        shape,
+        start_from=None,
+        said=split.said,
+        some_text=samples[0].token_ids.tolist(),
+        seed=config.seed,
+    )
+    kept = [TAPS.index(tap) for tap in first.network.config.target_layer_ids]
     return ArmFit(
-        network=network,
-        head=FrozenHead.of(target, draft_ids),
+        network=first.network,
+        head=FrozenHead.of(target, first.draft_token_ids),
         samples=Taps(samples, kept),
-        training=training,
-        validating=validating,
-        lengths=lengths,
+        training=split.training,
+        validating=split.validating,
+        lengths=split.lengths,
         config=config,
-        reads_features=as_target,
+        reads_features=first.layers is not None,
         arm=arm,
     )
 

@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from ddtree.errors import PromptError
 from ddtree.models.drafter import shaped_logits
 from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
@@ -36,6 +35,7 @@ from ddtree.train.peers import Peers
 from ddtree.train.precision import pick_precision, products_in
 from ddtree.train.samples import Sample
 from ddtree.train.schedule import BatchPlan, learning_rate, short_reach
+from ddtree.train.split import check_split
 
 _VALIDATION_EPOCH = -1
 _SCALE_SAMPLES = 64
@@ -325,21 +325,6 @@ def feature_scale(samples: Sequence[Sample], training: Sequence[int]) -> Float[T
         total = total + features.square().sum(0)
         count += features.shape[0]
     return (total / max(count, 1)).sqrt().clamp(min=1e-6).reciprocal()
-
-
-def check_split(training: Sequence[int], validating: Sequence[int]) -> None:
-    """Refuse a training without responses, or without any to validate on.
-
-    Raises:
-        PromptError: says how many there are.
-    """
-    if not training or not validating:
-        raise PromptError(
-            "samples",
-            expected="responses of two tokens or more, some to train on and some to hold out",
-            got=f"{len(training)} and {len(validating)}",
-            remedy="Let the target answer more prompts, or raise validation_share.",
-        )
 
 
 def hidden_of_blocks(

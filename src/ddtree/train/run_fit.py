@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,22 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ddtree.errors import OptionError, UnsupportedModelError
+from ddtree.errors import OptionError
 from ddtree.journal import whole_lines, write_whole, writing
-from ddtree.models.drafter import DFlashDrafter
 from ddtree.models.drafter_export import save_drafter
 from ddtree.models.drafter_network import DFlashNetwork
-from ddtree.models.loading import LoadedDrafter, load_drafter
 from ddtree.models.target import Target
 from ddtree.progress import stage_progress
 from ddtree.provenance import origin
 from ddtree.train import plots
 from ddtree.train.checkpoint import load_checkpoint, save_checkpoint
-from ddtree.train.first_layers import begin_as_target, why_not
-from ddtree.train.fit import Fit, FrozenHead, StepResult, Validation, check_split
+from ddtree.train.first_weights import first_weights
+from ddtree.train.fit import Fit, FrozenHead, StepResult, Validation
 from ddtree.train.fit_config import FitConfig
-from ddtree.train.network import (
-    NetworkConfig,
-    drafter_config_for,
-    extended,
-    most_frequent,
-    new_network,
-)
+from ddtree.train.network import NetworkConfig
 from ddtree.train.peers import Peers
-from ddtree.train.samples import MIN_RESPONSE_TOKENS, SampleSet, claim_folder
-from ddtree.train.schedule import held_out
+from ddtree.train.samples import SampleSet, claim_folder
+from ddtree.train.split import check_split, split_samples
 from ddtree.train.target_source import TargetSource
 from ddtree.train.workers import items_of
 
@@ -180,107 +172,43 @@ def _begin(
 ) -> tuple[Fit, dict[str, object], tuple[int, ...] | None]:
     """A training at step 0, what decides its result, and the draft vocabulary."""
     samples = SampleSet(job.samples)
-    training, validating, lengths, digest = [], [], [], hashlib.sha256()
-    said: list[int] = []
-    for place, (index, prompt, response) in enumerate(sorted(samples.texts())):
-        digest.update(f"{index} {prompt} {response}\n".encode())
-        if len(response) < MIN_RESPONSE_TOKENS:
-            continue
-        if held_out(prompt, job.config.validation_share):
-            validating.append(place)
-        else:
-            training.append(place)
-            lengths.append(len(prompt) + len(response))
-            said.extend(response)
-    check_split(training, validating)
-    network, draft_token_ids = _network(job, target, said)
-    first_layers = _first_layers(job, target, network, samples)
-    first_weights = _digest(network)
-    claim_folder(job.samples, job.target.samples_description(network.config.target_layer_ids))
+    split = split_samples(samples, job.config.validation_share)
+    check_split(split.training, split.validating)
+    first = first_weights(
+        target,
+        job.network,
+        start_from=job.start_from,
+        said=split.said,
+        some_text=samples[0].token_ids.tolist(),
+        seed=job.config.seed,
+    )
+    digest = _digest(first.network)
+    wanted = first.network.config.target_layer_ids
+    claim_folder(job.samples, job.target.samples_description(wanted))
     fit = Fit(
-        network=network.to(target.device),
-        head=FrozenHead.of(target, draft_token_ids),
+        network=first.network.to(target.device),
+        head=FrozenHead.of(target, first.draft_token_ids),
         samples=samples,
-        training=training,
-        validating=validating,
-        lengths=lengths,
+        training=split.training,
+        validating=split.validating,
+        lengths=split.lengths,
         config=job.config,
-        reads_features=job.start_from is not None or first_layers is not None,
+        reads_features=job.start_from is not None or first.layers is not None,
         peers=peers,
     )
     facts: dict[str, object] = {
         **job.target.description(),
-        "samples_sha256": digest.hexdigest(),
-        "num_responses": len(training),
-        "num_response_tokens": len(said),
+        "samples_sha256": split.sha256,
+        "num_responses": len(split.training),
+        "num_response_tokens": len(split.said),
         "start_from": job.start_from and Path(job.start_from).name,
-        "first_layers": first_layers,
-        "first_weights_sha256": first_weights,
+        "first_layers": first.layers,
+        "first_weights_sha256": digest,
         **asdict(job.network),
         **asdict(job.config),
         "precision": str(fit.precision),
     }
-    return fit, facts, draft_token_ids
-
-
-def _network(
-    job: FitJob, target: Target, said: list[int]
-) -> tuple[DFlashNetwork, tuple[int, ...] | None]:
-    """The first weights and the tokens that can be drafted."""
-    if job.start_from is None:
-        ids = most_frequent(said, job.network.draft_vocab_size)
-        config = drafter_config_for(target, job.network)
-        config = config if ids is None else replace(config, draft_vocab_size=len(ids))
-        return new_network(config, seed=job.config.seed), ids
-    drafter = _trainable(load_drafter(job.start_from, target, packed=False))
-    network, config = drafter.network.to(torch.float32), drafter.config
-    known = drafter.draft_token_ids
-    if known is None:
-        # A head over the whole vocabulary has rows that a smaller one would not.
-        bound = None if config.selector_rank else job.network.draft_vocab_size
-        ids = most_frequent(said, bound)
-    else:
-        ids = tuple(known.tolist())
-    if job.network.transition_rank is not None and config.selector_rank is None:
-        size = None if ids is None else len(ids)
-        config = replace(config, selector_rank=job.network.transition_rank, draft_vocab_size=size)
-        network = extended(network, config, seed=job.config.seed)
-    return network, ids
-
-
-def _first_layers(
-    job: FitJob, target: Target, network: DFlashNetwork, samples: SampleSet
-) -> list[int] | None:
-    """The target's layers that the network's begin as; None: they do not."""
-    wanted = job.network.first_weights
-    if job.start_from is not None or wanted == "random":
-        return None
-    if wanted == "auto" and why_not(network, target) is not None:
-        return None
-    return begin_as_target(network, target, samples[0].token_ids.tolist())
-
-
-def _trainable(drafter: LoadedDrafter) -> DFlashDrafter:
-    """What is trained borrows the target's ends, and its slots predict their own positions."""
-    if not isinstance(drafter, DFlashDrafter):
-        raise UnsupportedModelError(
-            "start_from",
-            expected="a DFlash drafter",
-            got=f"{drafter.name}, {drafter.describe()}",
-            remedy="Only DFlash is trained here: start from such a one, or from random weights.",
-        )
-    own = ["sample_from_anchor"] if drafter.config.sample_from_anchor else []
-    own += [f"its own {name}" for name in drafter.own_tensors]
-    if own:
-        raise UnsupportedModelError(
-            "start_from",
-            expected="a drafter that borrows the target's embedding and head, and whose slots "
-            "predict their own positions",
-            got=f"{drafter.name} with {' and '.join(own)}",
-            remedy="The drafters that are written have no place for that: start from another one, "
-            "or from random weights.",
-        )
-    return drafter
+    return fit, facts, first.draft_token_ids
 
 
 def _digest(network: DFlashNetwork) -> str:
