@@ -18,7 +18,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddtree.journal import write_whole
-from ddtree.models.drafter_network import DFlashNetwork
 from ddtree.models.target import Target
 from ddtree.models.transitions import conditioned
 from ddtree.provenance import origin
@@ -64,7 +62,6 @@ class Arm:
         fit: options of `FitConfig`.
         steps: times the usual number of steps.
         batch: times the usual number of responses in a step, and so many fewer steps.
-        muon: matrices of the layers follow Muon, the rest AdamW.
     """
 
     name: str
@@ -72,7 +69,6 @@ class Arm:
     fit: Mapping[str, Any] = field(default_factory=dict)
     steps: float = 1.0
     batch: int = 1
-    muon: bool = False
 
 
 ARMS = [
@@ -93,10 +89,15 @@ ARMS = [
         fit={"soft_share": 0.5, "reach_share": 1.0},
     ),
     Arm(name="transition head of rank 64", network={"transition_rank": 64}),
-    Arm(name="Muon", muon=True),
-    Arm(name="twice the steps", steps=2.0),
-    Arm(name="Muon, batch of 512 blocks", batch=4, muon=True),
+    Arm(name="Muon", fit={"optimizer": "muon"}),
+    Arm(name="Muon, batch of 512 blocks", batch=4, fit={"optimizer": "muon"}),
     Arm(name="AdamW, batch of 512 blocks", batch=4),
+    Arm(name="twice the steps", steps=2.0),
+    Arm(
+        name="the defaults and Muon",
+        network={"first_weights": "target"},
+        fit={"soft_share": 0.5, "reach_share": 1.0, "optimizer": "muon"},
+    ),
     Arm(name="2 layers", network={"num_layers": 2}),
     Arm(name="5 layers", network={"num_layers": 5}),
     Arm(name="1 tap (27)", network={"target_layer_ids": (27,)}),
@@ -129,13 +130,6 @@ class Taps(Sequence[Sample]):
 @dataclass
 class ArmFit(Fit):
     """A training with what only this benchmark knows."""
-
-    arm: Arm = field(default_factory=lambda: ARMS[0])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.arm.muon:
-            self.optimizer = Both(self.optimizer, self.network)  # type: ignore[assignment]
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -185,30 +179,6 @@ class ArmFit(Fit):
         first = in_draft_vocabulary(root, index).expand(1, BUDGET)
         previous = torch.cat([first, best.indices[:-1]])
         return conditioned(alone, best.values, selector.between(previous, best.indices, hidden))
-
-
-class Both:
-    """Muon for the matrices of layers and `fc`, AdamW for the rest, at one learning rate."""
-
-    def __init__(self, adam: torch.optim.AdamW, network: DFlashNetwork) -> None:
-        followed = chain(network.layers.parameters(), network.fc.parameters())
-        matrices = [p for p in followed if p.ndim == 2]
-        mine = {id(p) for p in matrices}
-        for group in adam.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) not in mine]
-        muon = torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-        self._all = (adam, muon)
-        self.param_groups = [*adam.param_groups, *muon.param_groups]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As both do."""
-        for optimizer in self._all:
-            optimizer.zero_grad(set_to_none=set_to_none)
-
-    def step(self) -> None:
-        """As both do."""
-        for optimizer in self._all:
-            optimizer.step()
 
 
 def main() -> None:
@@ -288,7 +258,6 @@ def begun(arm: Arm, target: Target, samples: SampleSet, num_steps: int) -> ArmFi
         lengths=split.lengths,
         config=config,
         reads_features=first.layers is not None,
-        arm=arm,
     )
 
 

@@ -111,6 +111,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("viewer.tree_page", "viewer.tree_text"),
     ("train.network", "train.objective", "train.prompts", "train.samples", "train.schedule"),
     ("train.packing", "train.responses", "train.split", "train.target_source"),
+    ("train.muon",),
+    ("train.optimizers",),
     ("train.features", "train.first_layers", "train.fit", "train.respond"),
     ("train.accuracy", "train.checkpoint", "train.first_weights"),
     ("train.evaluate",),

@@ -31,7 +31,7 @@ def save_checkpoint(fit: Fit, path: Path, description: Mapping[str, object]) -> 
         "description": json.dumps(description),
         "step": fit.step,
         "network": fit.network.state_dict(),
-        "optimizer": fit.optimizer.state_dict(),
+        "optimizer": fit.optimizers.state_dict(),
     }
     try:
         torch.save(state, partial)
@@ -77,5 +77,5 @@ def load_checkpoint(fit: Fit, path: Path, description: Mapping[str, object]) -> 
             remedy="Give another --out, or the options that it was begun with.",
         )
     fit.network.load_state_dict(state["network"])
-    fit.optimizer.load_state_dict(state["optimizer"])
+    fit.optimizers.load_state_dict(state["optimizer"])
     fit.step = int(state["step"])

@@ -30,6 +30,7 @@ from ddtree.train.objective import (
     reach_weights,
     usual_gamma,
 )
+from ddtree.train.optimizers import Optimizers, optimizers_for
 from ddtree.train.packing import PackedBlocks, choose_anchors, pack, packed_mask, slot_positions
 from ddtree.train.peers import Peers
 from ddtree.train.precision import pick_precision, products_in
@@ -135,7 +136,7 @@ class Fit:
     step: int = 0
     precision: torch.dtype = field(init=False)
     feature_scale: Tensor = field(init=False)
-    optimizer: torch.optim.AdamW = field(init=False)
+    optimizers: Optimizers = field(init=False)
 
     def __post_init__(self) -> None:
         check_split(self.training, self.validating)
@@ -145,18 +146,7 @@ class Fit:
         if self.reads_features:
             self.network.fc.weight.data /= self.feature_scale
         self.plan = BatchPlan(self.lengths, config.sequences_per_step, config.seed)
-        # Kernels of convolutions have three dimensions; like norms, they are around 1.
-        matrices = [p for p in self.network.parameters() if p.ndim == 2]
-        others = [p for p in self.network.parameters() if p.ndim != 2]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=(0.9, 0.95),
-            fused=self.device.type in ("cpu", "cuda"),
-        )
+        self.optimizers = optimizers_for(self.network, config, self.precision, self.peers)
         self.num_depths = self.network.config.block_size - 1
         gamma = config.gamma or usual_gamma(self.network.config.block_size)
         self.weights = depth_weights(self.num_depths, gamma).to(self.device)
@@ -188,16 +178,15 @@ class Fit:
             total=config.num_steps,
             decay_share=config.decay_share,
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self.optimizers.set_learning_rate(rate)
         self.network.train()
         with products_in(self.precision, self.device):
             result, _ = self._objective(batch, self._depth_weights(short), config.reach_share)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizers.zero_grad()
         result.loss.backward()  # type: ignore[no-untyped-call]
         self.peers.average_gradients(self.network)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), config.clip)
-        self.optimizer.step()
+        self.optimizers.step()
         done = self._summed(result, batch.num_blocks, rate)
         self.step += 1
         return done

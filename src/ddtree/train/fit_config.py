@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from ddtree.errors import OptionError
 from ddtree.train.precision import PRECISIONS
 
+OPTIMIZERS = ("adamw", "muon")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
@@ -18,7 +20,8 @@ class FitConfig:
         num_steps: gradient steps in all.
         sequences_per_step: responses of one step.
         anchors_per_sequence: blocks of each of them.
-        learning_rate: peak of AdamW's.
+        optimizer: "adamw"; or "muon" for the matrices of the layers and `fc`, AdamW for all else.
+        learning_rate: its peak.
         weight_decay: of the matrices.
         warmup_steps: linear rise at the start.
         decay_share: last share of the steps in which the learning rate falls to a fiftieth.
@@ -43,6 +46,7 @@ class FitConfig:
     num_steps: int = 2000
     sequences_per_step: int = 8
     anchors_per_sequence: int = 16
+    optimizer: str = "adamw"
     learning_rate: float = 1.5e-3
     weight_decay: float = 0.01
     warmup_steps: int = 50
@@ -85,6 +89,7 @@ _RANGES: dict[str, tuple[str, _Check]] = {
     "num_steps": _COUNT,
     "sequences_per_step": _COUNT,
     "anchors_per_sequence": _COUNT,
+    "optimizer": (f"one of {', '.join(OPTIMIZERS)}", lambda x: x in OPTIMIZERS),
     "learning_rate": _POSITIVE,
     "weight_decay": ("a number >= 0", _number(lambda x: 0 <= x < math.inf)),
     "warmup_steps": _COUNT_OR_NONE,

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,10 +88,11 @@ def weights(network: DFlashNetwork) -> torch.Tensor:
         {"short_share": 0.6},
         {"reach_share": 0.5},
         {"reach_share": 1.0, "short_share": 0.6},
+        {"optimizer": "muon"},
     ],
     ids=str,
 )
-def test_a_drafter_learns_to_count(options: dict[str, float]) -> None:
+def test_a_drafter_learns_to_count(options: dict[str, Any]) -> None:
     # Its context is the target's features of these texts; 200 steps take seconds.
     target = tiny_target("llama")
     config = replace(CONFIG, num_steps=200, sequences_per_step=8, **options)

@@ -124,9 +124,11 @@ def test_provenance_and_metrics_say_how_it_was_made(job: FitJob) -> None:
     assert (job.out / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_training_that_is_killed_goes_on_and_ends_the_same(
-    job: FitJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, job: FitJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    job = replace(job, config=replace(job.config, optimizer=optimizer))
     whole = load_file(run_fit(job, QUIET) / "model.safetensors")
     killed = replace(job, out=tmp_path / "killed")
     monkeypatch.setattr(module, "_CHECKPOINT_S", 0.0)
@@ -285,7 +287,9 @@ def test_only_dflash_drafters_are_trained_on(
         run_fit(replace(job, out=tmp_path / "again", start_from=str(first)), QUIET)
 
 
-def test_two_processes_train_the_same_network_as_each_other(job: FitJob) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_processes_train_the_same_network_as_each_other(optimizer: str, job: FitJob) -> None:
+    job = replace(job, config=replace(job.config, optimizer=optimizer))
     folder = run_fit(replace(job, num_workers=2), QUIET)
     assert json.loads((folder / "provenance.json").read_text())["num_workers"] == 2
     assert [path.name for path in job.out.glob(".peers*")] == []
