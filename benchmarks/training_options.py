@@ -94,6 +94,12 @@ ARMS = [
     Arm(name="AdamW, batch of 512 blocks", batch=4),
     Arm(name="twice the steps", steps=2.0),
     Arm(
+        name="the defaults, twice the steps",
+        network={"first_weights": "target"},
+        fit={"soft_share": 0.5, "reach_share": 1.0},
+        steps=2.0,
+    ),
+    Arm(
         name="the defaults and Muon",
         network={"first_weights": "target"},
         fit={"soft_share": 0.5, "reach_share": 1.0, "optimizer": "muon"},
