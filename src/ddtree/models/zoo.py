@@ -66,7 +66,7 @@ EMBEDDED: Mapping[str, EmbeddedModel] = MappingProxyType(
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             needed_bytes=650_000_000,
             licence="Apache-2.0",
-            drafter="smollm2-135m-v5",
+            drafter="smollm2-135m-v6",
         )
     }
 )
