@@ -253,7 +253,7 @@ def spread(values: list[float]) -> str:
 
 def markdown(result: dict[str, object]) -> str:
     rows, arms = result["rows"], [arm["name"] for arm in result["arms"]]
-    lines = ["# Speed: the embedded default, greedy, float32", ""]
+    lines = ["# Speed: the embedded default, greedy", ""]
     agreeing = sum(row["agree"] for row in rows)
     lines += [f"All methods said the same tokens on {agreeing} of {len(rows)} prompts.", ""]
     lines += ["tau: mean over prompts of tokens per round, bonus token included.", ""]
