@@ -133,7 +133,6 @@ class Taps(Sequence[Sample]):
         return replace(sample, features=layers[:, self._kept].flatten(1))
 
 
-@dataclass
 class ArmFit(Fit):
     """A training with what only this benchmark knows."""
 

@@ -6,6 +6,8 @@ alone computes for a row of a tree exactly what plain decoding computes at that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import BFloat16, Float
 from torch import Tensor
@@ -48,21 +50,8 @@ def linear(
         lanes: floats of a vector at most, 8 or 16, where the processor has such; no bit depends on
             it.
     """
-    x = x.contiguous()
-    in_features = panels.shape[1]
-    out = x.new_empty((*x.shape[:-1], out_features))
-    compiled.linear(
-        x.data_ptr(),
-        panels.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        x.numel() // in_features,
-        out_features,
-        in_features,
-        torch.get_num_threads(),
-        lanes,
-    )
-    return out
+    sizes = out_features, panels.shape[1]
+    return _multiplied(compiled.linear, x, panels, bias, sizes, lanes)
 
 
 def linear_pairs(
@@ -70,6 +59,7 @@ def linear_pairs(
     panels: BFloat16[Tensor, "panels pairs 16 2"],
     bias: Float[Tensor, " padded"] | None,
     out_features: int,
+    in_features: int,
 ) -> Float[Tensor, "*rows out"]:
     """x W^T + b with products of bfloat16 and sums of float32, where `PAIRS_AVAILABLE`.
 
@@ -78,18 +68,33 @@ def linear_pairs(
         panels: the weight, [outputs / 16, in / 2, 16, 2], padded with zeros.
         bias: padded to whole panels, or None.
         out_features: outputs without the padding.
+        in_features: inputs without the padding.
     """
+    return _multiplied(compiled.linear_pairs, x, panels, bias, (out_features, in_features))
+
+
+def _multiplied(
+    kernel: Callable[..., None],
+    x: Tensor,
+    panels: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[int, int],
+    *more: int,
+) -> Tensor:
+    """What a kernel makes of rows and a packed weight of these outputs and inputs."""
     x = x.contiguous()
+    out_features, in_features = sizes
     out = x.new_empty((*x.shape[:-1], out_features))
-    compiled.linear_pairs(
+    kernel(
         x.data_ptr(),
         panels.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        x.numel() // x.shape[-1],
+        x.numel() // in_features,
         out_features,
-        x.shape[-1],
+        in_features,
         torch.get_num_threads(),
+        *more,
     )
     return out
 

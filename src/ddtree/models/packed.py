@@ -98,7 +98,9 @@ class PairLinear(PackedLinear):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """As `torch.nn.Linear`, from and to float32 on the CPU."""
-        return kernels.linear_pairs(x, self._panels, self._bias, self.out_features)
+        return kernels.linear_pairs(
+            x, self._panels, self._bias, self.out_features, self.in_features
+        )
 
 
 class OnednnLinear(PackedLinear):
